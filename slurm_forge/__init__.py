@@ -1,0 +1,59 @@
+"""slurm_forge: training runs that finish by themselves on any Slurm cluster.
+
+The names below are the public interface.  They are loaded on first use, so that importing the
+package costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.launch.api import submit
+    from slurm_forge.launch.submitit_job import ForgeJob
+    from slurm_forge.spec import JobSpec
+    from slurm_forge.training.batches import Batch
+    from slurm_forge.training.loss import Loss
+    from slurm_forge.training.run import Run
+    from slurm_forge.training.shield import shield_worker
+    from slurm_forge.training.until import Epochs, Steps
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "Epochs",
+    "ForgeError",
+    "ForgeJob",
+    "JobSpec",
+    "Loss",
+    "Run",
+    "Steps",
+    "shield_worker",
+    "submit",
+]
+
+_WHERE = {
+    "Batch": "slurm_forge.training.batches",
+    "Epochs": "slurm_forge.training.until",
+    "ForgeError": "slurm_forge.errors",
+    "ForgeJob": "slurm_forge.launch.submitit_job",
+    "JobSpec": "slurm_forge.spec",
+    "Loss": "slurm_forge.training.loss",
+    "Run": "slurm_forge.training.run",
+    "Steps": "slurm_forge.training.until",
+    "shield_worker": "slurm_forge.training.shield",
+    "submit": "slurm_forge.launch.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'slurm_forge' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
