@@ -1,0 +1,144 @@
+"""Every error that slurm_forge raises on purpose: one tree, each message ends with the next step.
+
+Errors carry their data as attributes, survive pickling (submitit pickles them), and are for the
+user to act on.  Mistakes of a programmer stay ``TypeError`` and ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "AlreadyFinishedError",
+    "CheckpointError",
+    "CheckpointMissingError",
+    "CheckpointRejectedError",
+    "ConfigError",
+    "ControlChannelError",
+    "FencedError",
+    "ForgeError",
+    "RanksLostError",
+    "RunDirectoryError",
+    "SlurmCommandError",
+    "SlurmUnreachableError",
+    "SubmissionError",
+    "UnsafeFileError",
+    "UnsupportedError",
+]
+
+
+class ForgeError(Exception):
+    """Root of the tree.  ``next_step`` is a sentence that tells the user what to do now."""
+
+    def __init__(self, message: str, *, next_step: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.next_step}" if self.next_step else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only arguments defeat the default reduction; rebuild without calling __init__.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(kind: type[ForgeError], args: tuple[Any, ...], state: dict[str, Any]) -> ForgeError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(ForgeError):
+    """What the user wrote can't be used: names the file, the line (from 1) and the nearest key."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path | str | None = None,
+        line: int | None = None,
+        next_step: str = "",
+    ) -> None:
+        super().__init__(message, next_step=next_step)
+        self.path = None if path is None else str(path)
+        self.line = line
+
+    def __str__(self) -> str:
+        where = "" if self.path is None else self.path
+        if self.line is not None:
+            where += f":{self.line}"
+        text = f"{where}: {self.message}" if where else self.message
+        return f"{text}\n  {self.next_step}" if self.next_step else text
+
+
+class SlurmCommandError(ForgeError):
+    """A Slurm command answered, and the answer was no."""
+
+    def __init__(
+        self, argv: Sequence[str], returncode: int, stderr: str, *, next_step: str = ""
+    ) -> None:
+        command = argv[0] if argv else "?"
+        text = " ".join(stderr.split())[:500] or "no message"
+        super().__init__(
+            f"{command} failed with exit status {returncode}: {text}",
+            next_step=next_step or f"Run it by hand to see more: {' '.join(argv)}",
+        )
+        self.argv = tuple(argv)
+        self.returncode = returncode
+        self.stderr = stderr
+
+
+class SlurmUnreachableError(SlurmCommandError):
+    """A Slurm command did not answer: not installed here, timed out, or no controller."""
+
+
+class SubmissionError(ForgeError):
+    """Nothing was submitted, and why."""
+
+
+class RunDirectoryError(ForgeError):
+    """The run directory is missing, damaged, or belongs to somebody else."""
+
+
+class FencedError(ForgeError):
+    """A newer attempt has claimed the run: this one writes nothing any more."""
+
+
+class AlreadyFinishedError(ForgeError):
+    """The run has a DONE marker: there is nothing left to do."""
+
+
+class UnsafeFileError(ForgeError):
+    """A file or folder has an owner or a mode that lets others plant things in it."""
+
+
+class ControlChannelError(ForgeError):
+    """The control channel broke, or somebody spoke on it who does not know the nonce."""
+
+
+class CheckpointError(ForgeError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointRejectedError(CheckpointError):
+    """A checkpoint failed verification; ``reason`` says what was wrong with it."""
+
+    def __init__(self, message: str, *, reason: str = "", next_step: str = "") -> None:
+        super().__init__(message, next_step=next_step)
+        self.reason = reason or message
+
+
+class RanksLostError(CheckpointError):
+    """A rank went away in the middle of a save or a load: no collective may follow."""
+
+
+class CheckpointMissingError(CheckpointError):
+    """The history says that a checkpoint existed, and none can be used: we do not start over."""
+
+
+class UnsupportedError(ForgeError):
+    """Asked for something that can't keep its promise here (an iterable without state, …)."""

@@ -1,0 +1,48 @@
+"""Folders that are ours alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from slurm_forge.errors import UnsafeFileError
+from slurm_forge.files.atomic import fsync_directory
+from slurm_forge.files.trusted import refuse_foreign
+
+__all__ = ["make_private_directory"]
+
+
+def make_private_directory(path: str | os.PathLike[str]) -> Path:
+    """Make sure that ``path`` is a folder of ours that nobody else can write into.
+
+    It and its missing parents are created with mode 0700.  One that exists must be a real folder
+    (not a link), owned by the effective user and not writable for group or others, else
+    ``UnsafeFileError``.  Existing parents are left to the site: project folders are shared.
+    """
+    target = Path(path).absolute()
+    missing: list[Path] = []
+    here = target
+    while not os.path.lexists(here):
+        missing.append(here)
+        here = here.parent
+    for folder in reversed(missing):
+        # Somebody else may be as fast as we, so what is there now is looked at in any case.
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)  # noqa: PTH102
+            fsync_directory(folder.parent)
+        _refuse_shared_folder(folder)
+    if not missing:
+        _refuse_shared_folder(target)
+    return target
+
+
+def _refuse_shared_folder(path: Path) -> None:
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
+        raise UnsafeFileError(
+            f"{path} is {kind}", next_step="Give the real path of the folder, or another name."
+        )
+    refuse_foreign(path, found, os.geteuid(), root_too=False)

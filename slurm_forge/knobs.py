@@ -1,0 +1,123 @@
+"""The environment variables of slurm_forge itself, and of launchers other than Slurm: one place.
+
+Slurm's own variables are read in ``slurm_forge.slurm.environment``; nothing else reads any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurm_forge.errors import ConfigError
+
+__all__ = ["Knobs", "LocalRanks"]
+
+_CHANNEL = "SLURM_FORGE_CHANNEL"
+_NONCE = "SLURM_FORGE_NONCE"
+_ATTEMPT = "SLURM_FORGE_ATTEMPT"
+_LAUNCH = "SLURM_FORGE_LAUNCH"
+_STARTED = "SLURM_FORGE_STARTED"
+_SITE = "SLURM_FORGE_SITE"
+_RUNS = "SLURM_FORGE_RUNS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What the supervisor tells its ranks, and what a user may set.
+
+    ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
+    epoch).
+    """
+
+    channel: str | None = None
+    nonce: str = ""
+    attempt: int = 0
+    launch: int = 0
+    started: float | None = None
+    site: str | None = None
+    runs: str | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Knobs:
+        """Read them; ``ConfigError`` for a number that is none."""
+        return cls(
+            channel=environ.get(_CHANNEL) or None,
+            nonce=environ.get(_NONCE, ""),
+            attempt=_number(environ, _ATTEMPT, 0),
+            launch=_number(environ, _LAUNCH, 0),
+            started=_seconds(environ, _STARTED),
+            site=environ.get(_SITE) or None,
+            runs=environ.get(_RUNS) or None,
+        )
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that hand this to a child process."""
+        given = {
+            _CHANNEL: self.channel,
+            _NONCE: self.nonce,
+            _ATTEMPT: str(self.attempt),
+            _LAUNCH: str(self.launch),
+            _STARTED: None if self.started is None else repr(self.started),
+            _SITE: self.site,
+            _RUNS: self.runs,
+        }
+        return {name: value for name, value in given.items() if value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRanks:
+    """Which of how many processes this is, where no Slurm step says so."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    job: str
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> LocalRanks:
+        """From submitit's local executor, else torchrun's variables, else a single process."""
+        if "SUBMITIT_LOCAL_JOB_ID" in environ:
+            return cls(
+                rank=_number(environ, "SUBMITIT_LOCAL_GLOBALID", 0),
+                local_rank=_number(environ, "SUBMITIT_LOCAL_LOCALID", 0),
+                world_size=_number(environ, "SUBMITIT_LOCAL_NTASKS", 1),
+                job="local-" + environ["SUBMITIT_LOCAL_JOB_ID"],
+            )
+        if "RANK" in environ and "WORLD_SIZE" in environ:
+            return cls(
+                rank=_number(environ, "RANK", 0),
+                local_rank=_number(environ, "LOCAL_RANK", 0),
+                world_size=_number(environ, "WORLD_SIZE", 1),
+                job="torchrun-" + environ.get("TORCHELASTIC_RUN_ID", "none"),
+            )
+        return cls(rank=0, local_rank=0, world_size=1, job="process")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None or text == "":
+        return default
+    if not (text.isascii() and text.isdecimal()) or len(text) > 12:
+        raise _not_a_number(name, text)
+    return int(text)
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise _not_a_number(name, text)
+    return value
+
+
+def _not_a_number(name: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"the environment variable {name} is {text!r}, not a number",
+        next_step=f"Unset {name}, or start the program through slurm-forge.",
+    )

@@ -1,0 +1,9 @@
+"""What holds for all tests."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# A property is about values, not about time: a busy machine must not make one fail.
+settings.register_profile("forge", deadline=None, print_blob=True)
+settings.load_profile("forge")
