@@ -1,0 +1,206 @@
+"""Strict YAML into plain values that know their lines."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from slurm_forge.documents.keypath import KeyPath, dotted
+from slurm_forge.documents.scalars import is_plain_text, plain_value, shorten
+from slurm_forge.errors import ConfigError, UnsafeFileError
+from slurm_forge.files import read_bounded, read_trusted
+
+__all__ = ["MAX_BYTES", "Document", "load", "read"]
+
+MAX_BYTES = 1 << 20
+_MAX_DEPTH = 32
+_PREFIX = "tag:yaml.org,2002:"
+_CORE_TAGS: dict[str, tuple[type, ...]] = {
+    "!": (str,),
+    _PREFIX + "str": (str,),
+    _PREFIX + "int": (int,),
+    _PREFIX + "float": (int, float),
+    _PREFIX + "bool": (bool,),
+    _PREFIX + "null": (types.NoneType,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Plain values of one file, and the line (from 1) of every key and list item."""
+
+    data: dict[str, Any]
+    path: str | None = None
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+
+    def line_of(self, path: KeyPath) -> int | None:
+        """Line of the key or item, or of the nearest one around it; ``None`` without a text."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return None
+
+
+def read(path: str | os.PathLike[str], *, trusted: bool = False) -> Document:
+    """Document in a file of at most 1 MiB; ``ConfigError`` names file and line of a mistake.
+
+    ``trusted`` is for files that were found rather than named by the user: only we or root may be
+    able to write them, else ``UnsafeFileError``.
+    """
+    try:
+        data = (read_trusted if trusted else read_bounded)(path, MAX_BYTES)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError("not UTF-8 text", path=Path(path), line=line) from None
+    except UnsafeFileError as error:
+        if trusted:
+            raise
+        # The user named the file: its size is the only thing that can be wrong with it.
+        raise ConfigError(error.message, path=Path(path), next_step=error.next_step) from None
+    except OSError as error:
+        raise ConfigError(
+            f"can't be read: {os.strerror(error.errno or 0)}",
+            path=Path(path),
+            next_step="Check the path; a relative one starts at the current folder.",
+        ) from error
+    return load(text, path)
+
+
+def load(text: str, path: str | os.PathLike[str] | None = None) -> Document:
+    """Document in a text; ``path`` is only for messages.  The top level must be keys and values."""
+    name = None if path is None else os.fspath(path)
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"larger than {MAX_BYTES} bytes", path=name)
+    reader = _Reader(name)
+    try:
+        data = reader.read(text)
+    except yaml.MarkedYAMLError as error:
+        raise _not_yaml(error, name) from None
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise ConfigError(
+            f"not YAML: character {error.character:#x} is not allowed", path=name, line=line
+        ) from None
+    return Document(data, name, reader.lines)
+
+
+def _not_yaml(error: yaml.MarkedYAMLError, path: str | None) -> ConfigError:
+    mark, begin = error.problem_mark or error.context_mark, error.context_mark
+    problem = error.problem or error.context or "this can't be read"
+    if "\\t" in problem:
+        problem += "; indent with spaces, not tabs"
+    if "mapping values" in problem:
+        problem += '; quote a value that holds ": "'
+    if begin is not None and mark is not None and begin.line != mark.line:
+        problem += f" (it begins on line {begin.line + 1})"
+    return ConfigError(
+        f"not YAML: {problem}", path=path, line=None if mark is None else mark.line + 1
+    )
+
+
+class _Reader:
+    """Turns the events of PyYAML's safe parser into values: anchors are visible only there."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.lines: dict[KeyPath, int] = {(): 1}
+
+    def read(self, text: str) -> dict[str, Any]:
+        events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
+        next(events)
+        first = next(events)
+        if isinstance(first, yaml.StreamEndEvent):
+            raise ConfigError("the file is empty", path=self.path, line=1)
+        event = next(events)
+        if not isinstance(event, yaml.MappingStartEvent):
+            self._fail((), event, 'expected keys and values ("name: my-run")')
+        self._check_node((), event, "map")
+        data = self._mapping((), events)
+        next(events)
+        after = next(events)
+        if not isinstance(after, yaml.StreamEndEvent):
+            self._fail((), after, 'a second document begins here; one file holds one ("---")')
+        return data
+
+    def _value(self, path: KeyPath, event: Any, events: Iterator[Any]) -> Any:
+        if isinstance(event, yaml.MappingStartEvent):
+            self._check_node(path, event, "map")
+            return self._mapping(path, events)
+        if isinstance(event, yaml.SequenceStartEvent):
+            self._check_node(path, event, "seq")
+            return self._list(path, events)
+        return self._scalar(path, event)
+
+    def _check_node(self, path: KeyPath, event: Any, kind: str) -> None:
+        self._check_anchor(path, event)
+        if event.tag not in (None, "!", _PREFIX + kind):
+            self._fail(path, event, f"the tag {shorten(event.tag)} is not read; remove it")
+        if len(path) >= _MAX_DEPTH:
+            self._fail(path[:3], event, f"nested deeper than {_MAX_DEPTH} levels")
+
+    def _check_anchor(self, path: KeyPath, event: Any) -> None:
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            self._fail(path, event, "anchors and aliases (& and *) are not read; write it out")
+
+    def _mapping(self, path: KeyPath, events: Iterator[Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            key = self._key(path, event)
+            here = (*path, key)
+            if key in values:
+                self._fail(here, event, f"this key is already on line {self.lines[here]}")
+            self.lines[here] = event.start_mark.line + 1
+            values[key] = self._value(here, next(events), events)
+        return values
+
+    def _key(self, path: KeyPath, event: Any) -> str:
+        self._check_anchor(path, event)
+        if not isinstance(event, yaml.ScalarEvent):
+            self._fail(path, event, "a key must be text")
+        text: str = event.value
+        if event.style is None and event.tag is None:
+            if text == "<<":
+                self._fail(path, event, "merge keys (<<) are not read; write the keys out")
+            if not is_plain_text(text):
+                shown = shorten(text)
+                self._fail(path, event, f'the key {shown} is not text in YAML; quote it: "{shown}"')
+            return text
+        value = self._scalar((*path, text), event)
+        if not isinstance(value, str):
+            self._fail((*path, text), event, "a key must be text; remove the tag")
+        return value
+
+    def _list(self, path: KeyPath, events: Iterator[Any]) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(event := next(events), yaml.SequenceEndEvent):
+            here = (*path, len(values))
+            self.lines[here] = event.start_mark.line + 1
+            values.append(self._value(here, event, events))
+        return values
+
+    def _scalar(self, path: KeyPath, event: Any) -> Any:
+        self._check_anchor(path, event)
+        if any("\ud800" <= character <= "\udfff" for character in event.value):
+            self._fail(path, event, "half of a surrogate pair is not text")
+        if event.tag is not None and event.tag not in _CORE_TAGS:
+            self._fail(path, event, f"the tag {shorten(event.tag)} is not read; remove it")
+        if event.tag in ("!", "tag:yaml.org,2002:str") or (event.tag is None and event.style):
+            return event.value
+        try:
+            value = plain_value(event.value)
+        except ValueError as error:
+            self._fail(path, event, str(error))
+        if event.tag is not None and type(value) not in _CORE_TAGS[event.tag]:
+            self._fail(path, event, f"{shorten(event.value)} does not fit the tag; remove the tag")
+        return value
+
+    def _fail(self, path: KeyPath, event: Any, message: str) -> NoReturn:
+        text = f"{dotted(path)}: {message}" if path else message
+        raise ConfigError(text, path=self.path, line=event.start_mark.line + 1)
