@@ -1,0 +1,49 @@
+"""Why something happened, how sure we are, and what that rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Cause", "Confidence", "Evidence"]
+
+
+class Cause(str, Enum):
+    """What went wrong, or what was asked for.  The values are the keys of ``recovery:``."""
+
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    NODE_FAIL = "node_fail"
+    CUDA_OOM = "cuda_oom"
+    HOST_OOM = "host_oom"
+    NON_FINITE = "non_finite"
+    LOSS_SPIKE = "loss_spike"
+    NCCL_ERROR = "nccl_error"
+    HANG = "hang"
+    GPU_ERROR = "gpu_error"
+    STORAGE = "storage"
+    USER_CANCELLED = "user_cancelled"
+    ADMIN_REQUEUE = "admin_requeue"
+    STOP_REQUESTED = "stop_requested"
+    CRASH = "crash"
+    APP_ERROR = "app_error"
+    ENV_MISMATCH = "env_mismatch"
+    CHECKPOINT_BAD = "checkpoint_bad"
+    EXTERNAL_SERVICE = "external_service"
+    UNKNOWN = "unknown"
+
+
+class Confidence(str, Enum):
+    """How far the evidence carries: ``certain`` rests on an authority, ``guess`` on little."""
+
+    CERTAIN = "certain"
+    LIKELY = "likely"
+    GUESS = "guess"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One observation: where it was seen (``scontrol``, ``rank 3``, ``srun``) and its text."""
+
+    source: str
+    text: str

@@ -1,0 +1,72 @@
+"""What happened (incident), what is done about it (decision) and what that changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["Action", "Change", "Decision", "Incident"]
+
+
+class Action(str, Enum):
+    """What can be done about an incident.  The values are what ``do:`` takes in a job file."""
+
+    WARN = "warn"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+    SHRINK_MICRO_BATCH = "shrink_micro_batch"
+    RAISE_MEM = "raise_mem"
+    RELAUNCH = "relaunch"
+    REQUEUE = "requeue"
+    HOLD = "hold"
+    RAISE = "raise"
+    #: Not a rung: the run is over (finished, cancelled, or asked to stop) and stays so.
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something went wrong or was asked for: cause plus evidence.
+
+    ``id`` is unique within the run; a plan change is applied once per id.  ``step`` is the number
+    of optimizer steps done when it was noticed, ``rank`` the rank it started on, where known.
+    """
+
+    id: str
+    cause: Cause
+    confidence: Confidence
+    evidence: tuple[Evidence, ...] = ()
+    step: int | None = None
+    rank: int | None = None
+    hosts: tuple[str, ...] = ()
+    #: Samples per rank and forward pass when it happened, for causes that shrink it.
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One parameter that a decision changed, with the old and the new value as text."""
+
+    parameter: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done about an incident.
+
+    ``plan`` is the complete recovery plan in force afterwards, not a difference: replaying a
+    decision twice gives the same plan (a learning rate is never halved twice for one incident).
+    """
+
+    incident_id: str
+    cause: Cause
+    action: Action
+    reason: str
+    plan: RecoveryPlan
+    changes: tuple[Change, ...] = field(default=())
+    rung: int | None = None
