@@ -1,0 +1,227 @@
+"""What Slurm says about a job, a partition, its configuration and the past, as values.
+
+``parsing`` makes them from the commands' output.  ``None`` is "Slurm did not say" throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, JobState
+
+__all__ = ["AccountingRecord", "ConfigRecord", "JobRecord", "PartitionRecord", "QueueRecord"]
+
+#: Reasons for which a job stays in the queue until somebody releases it (job_reason_string and
+#: the state descriptions in src/slurmctld/job_mgr.c; spaces are printed as underscores).
+_HELD_REASONS = frozenset(
+    {
+        "JobHeldUser",
+        "JobHeldAdmin",
+        "JobHoldMaxRequeue",
+        "job_requeued_in_held_state",
+        "job_requeued_in_special_exit_state",
+        "launch_failed_requeued_held",
+        "launch_failure_limit_exceeded_requeued_held",
+        "user_env_retrieval_failed_requeued_held",
+    }
+)
+
+#: slurm.conf man page, AuthInfo: cred_expire is 120 s where it is not set.
+_DEFAULT_CRED_EXPIRE = timedelta(seconds=120)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """One job or array task, as ``scontrol show job`` knows it.
+
+    Times are aware.  ``end_time`` is the *planned* end while the job runs; at a preemption with
+    grace it becomes now + GraceTime and ``preempt_time`` is set (src/slurmctld/preempt.c), which
+    a time limit never does.  ``exit_code`` is (status, signal).  Memory is in bytes.
+    """
+
+    job_id: int
+    name: str
+    state: JobState
+    state_text: str
+    array_job_id: int | None = None
+    #: ``7``, or what is left of the array while it waits: ``3-10%2``.
+    array_task: str | None = None
+    het_job_id: int | None = None
+    user: str | None = None
+    user_id: int | None = None
+    account: str | None = None
+    qos: str | None = None
+    priority: int | None = None
+    reason: str | None = None
+    failed_node: str | None = None
+    dependency: str | None = None
+    #: Whether Slurm may start it again by itself (``--requeue``, JobRequeue).
+    requeue: bool | None = None
+    restarts: int = 0
+    batch_flag: int | None = None
+    exit_code: tuple[int, int] | None = None
+    derived_exit_code: tuple[int, int] | None = None
+    submit_time: datetime | None = None
+    eligible_time: datetime | None = None
+    start_time: datetime | None = None
+    end_time: datetime | None = None
+    preempt_eligible_time: datetime | None = None
+    preempt_time: datetime | None = None
+    suspend_time: datetime | None = None
+    #: ``None`` is no limit or the partition's.
+    time_limit: timedelta | None = None
+    partition: str | None = None
+    nodelist: str | None = None
+    requested_nodes: str | None = None
+    excluded_nodes: str | None = None
+    batch_host: str | None = None
+    #: The smaller number where Slurm prints a range.
+    num_nodes: int | None = None
+    num_tasks: int | None = None
+    memory_per_node: int | None = None
+    memory_per_cpu: int | None = None
+    command: str | None = None
+    work_dir: str | None = None
+    stdout: str | None = None
+    comment: str | None = None
+
+    @property
+    def job_ref(self) -> str:
+        """How to name this record's job to Slurm: ``<array>_<task>`` for one array task."""
+        if self.array_task is not None and not self.waiting_tasks:
+            return f"{self.array_job_id}_{self.array_task}"
+        return str(self.job_id)
+
+    @property
+    def waiting_tasks(self) -> bool:
+        """Whether it stands for several array tasks that have not started yet."""
+        return self.array_task is not None and not self.array_task.isdecimal()
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits and nothing but a release will start it (priority 0, or the reason)."""
+        waiting = self.state in PENDING_LIKE
+        return self.state in HELD or (
+            waiting and (self.priority == 0 or self.reason in _HELD_REASONS)
+        )
+
+    @property
+    def preempted_in_grace(self) -> bool:
+        """Whether it still holds its nodes and has been chosen for preemption."""
+        return self.preempt_time is not None and self.state in ACTIVE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionRecord:
+    """One partition.  ``preempt_mode`` is Slurm's text, such as ``REQUEUE`` or ``GANG,SUSPEND``.
+
+    ``grace_time`` counts only where preemption goes by partition; zero means no notice.
+    """
+
+    name: str
+    state: str | None = None
+    preempt_mode: str | None = None
+    grace_time: timedelta | None = None
+    #: ``None`` is no limit.
+    max_time: timedelta | None = None
+    default_time: timedelta | None = None
+    max_nodes: int | None = None
+    nodes: str | None = None
+    total_nodes: int | None = None
+    priority_tier: int | None = None
+    qos: str | None = None
+    is_default: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRecord:
+    """What of ``scontrol show config`` decides how a job ends and starts again."""
+
+    cluster_name: str | None = None
+    version: str | None = None
+    preempt_type: str | None = None
+    preempt_mode: str | None = None
+    preempt_parameters: tuple[str, ...] = ()
+    preempt_exempt_time: timedelta | None = None
+    slurmctld_parameters: tuple[str, ...] = ()
+    scheduler_parameters: tuple[str, ...] = ()
+    auth_info: tuple[str, ...] = ()
+    kill_wait: timedelta | None = None
+    slurmd_timeout: timedelta | None = None
+    message_timeout: timedelta | None = None
+    min_job_age: timedelta | None = None
+    job_requeue: bool | None = None
+    max_batch_requeue: int | None = None
+    job_file_append: bool | None = None
+    select_type: str | None = None
+    proctrack_type: str | None = None
+    task_plugin: tuple[str, ...] = ()
+    accounting_storage_type: str | None = None
+
+    @property
+    def sends_user_signal(self) -> bool:
+        """Whether the ``--signal`` signal also comes at preemption (both spellings, by version)."""
+        return (
+            "send_user_signal" in self.preempt_parameters
+            or "preempt_send_user_signal" in self.slurmctld_parameters
+        )
+
+    @property
+    def requeue_delay(self) -> timedelta:
+        """How long a requeued job waits: ``requeue_delay`` (25.11 on), else ``cred_expire``; + 1 s.
+
+        Source: batch_requeue_fini in src/slurmctld/job_mgr.c.
+        """
+        delay = _seconds_option(self.scheduler_parameters, "requeue_delay")
+        if delay is None:
+            delay = _seconds_option(self.auth_info, "cred_expire")
+            # Slurm refuses less than 5 s and then takes its default (src/common/slurm_cred.c).
+            if delay is None or delay < timedelta(seconds=5):
+                delay = _DEFAULT_CRED_EXPIRE
+        return delay + timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountingRecord:
+    """One row of ``sacct -D``: one run of a job (``step`` is ``None``) or of a step of it.
+
+    After a requeue every earlier run keeps its own rows, with ``PREEMPTED``, ``NODE_FAIL`` or
+    ``REQUEUED`` as their last state.  The database lags behind the controller.
+    """
+
+    job_ref: str
+    step: str | None
+    job_id: int
+    state: JobState
+    state_text: str
+    exit_code: tuple[int, int] | None = None
+    derived_exit_code: tuple[int, int] | None = None
+    submit_time: datetime | None = None
+    start_time: datetime | None = None
+    end_time: datetime | None = None
+    nodelist: str | None = None
+    #: User id in ``CANCELLED by 1000``.
+    cancelled_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRecord:
+    """One line of squeue.  ``job_ref`` of a waiting array may stand for several tasks."""
+
+    job_ref: str
+    job_id: int
+    state: JobState
+    state_text: str
+    reason: str | None
+    partition: str | None
+    start_time: datetime | None = None
+
+
+def _seconds_option(options: tuple[str, ...], name: str) -> timedelta | None:
+    for option in options:
+        key, _, value = option.partition("=")
+        # Nine digits can't overflow a timedelta.
+        if key.strip() == name and value.isascii() and value.isdigit() and len(value) <= 9:
+            return timedelta(seconds=int(value))
+    return None

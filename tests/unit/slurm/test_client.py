@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
+from slurm_forge.slurm.answers import RequeueOutcome
+from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.process import Completed
+from slurm_forge.slurm.states import JobState
+
+DATA = Path(__file__).parent / "data"
+DOWN = "Unable to contact slurm controller (connect failure)"
+
+
+class Script:
+    """Answers every command with the same text and remembers what it was asked."""
+
+    def __init__(self, out: str = "", err: str = "", returncode: int | None = 0) -> None:
+        self.answer = (returncode, out, err)
+        self.asked: list[tuple[str, ...]] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.timeouts: list[timedelta] = []
+
+    def __call__(
+        self, argv: Sequence[str], timeout: timedelta, environment: Mapping[str, str]
+    ) -> Completed:
+        self.asked.append(tuple(argv))
+        self.environments.append(environment)
+        self.timeouts.append(timeout)
+        return Completed(tuple(argv), *self.answer)
+
+
+def client(script: Script, **environment: str) -> SubprocessSlurm:
+    return SubprocessSlurm(environment=environment, runner=script)
+
+
+def test_the_real_client_is_what_the_protocol_asks_for() -> None:
+    slurm: Slurm = SubprocessSlurm(environment={})
+    assert slurm is not None
+
+
+# Messages of Slurm 22.05.8, recorded.
+@pytest.mark.parametrize(
+    ("err", "outcome", "in_queue", "worth_retrying"),
+    [
+        ("Job is pending execution for job 2", RequeueOutcome.ALREADY_PENDING, True, False),
+        ("6_2: Job is pending execution", RequeueOutcome.ALREADY_PENDING, True, False),
+        (
+            "Requested operation is presently disabled for job 4",
+            RequeueOutcome.DISABLED,
+            False,
+            False,
+        ),
+        ("Access/permission denied for job 4", RequeueOutcome.DENIED, False, False),
+        ("Invalid user id for job 7", RequeueOutcome.DENIED, False, False),
+        (
+            "Only batch jobs are accepted or processed for job 9",
+            RequeueOutcome.NOT_BATCH,
+            False,
+            False,
+        ),
+        ("Invalid job id specified for job 99999", RequeueOutcome.UNKNOWN_JOB, False, False),
+        ("Job not heterogeneous job leader for job 19", RequeueOutcome.NOT_LEADER, False, False),
+        ("Unexpected message received for job 5", RequeueOutcome.UNREACHABLE, False, True),
+        (f"slurm_load_jobs error: {DOWN}", RequeueOutcome.UNREACHABLE, False, True),
+        (
+            "Job can not be altered now, try again later for job 5",
+            RequeueOutcome.TRY_AGAIN,
+            False,
+            True,
+        ),
+        ("A wording of the future for job 5", RequeueOutcome.REFUSED, False, False),
+    ],
+)
+def test_what_slurm_says_to_a_requeue(
+    err: str, outcome: RequeueOutcome, in_queue: bool, worth_retrying: bool
+) -> None:
+    reply = client(Script(err=err + "\n", returncode=1)).requeue("5")
+    assert reply.outcome is outcome
+    assert (reply.in_queue, reply.worth_retrying) == (in_queue, worth_retrying)
+    assert err in reply.stderr
+
+
+def test_a_requeue_that_was_taken() -> None:
+    script = Script()
+    assert client(script).requeue("8812301_4").outcome is RequeueOutcome.REQUEUED
+    assert client(script).requeue_hold("5").in_queue
+    assert script.asked == [("scontrol", "requeue", "8812301_4"), ("scontrol", "requeuehold", "5")]
+
+
+def test_a_requeue_without_an_answer_is_an_outcome_and_not_an_exception() -> None:
+    reply = client(Script(returncode=None, err="waiting")).requeue("5")
+    assert reply.outcome is RequeueOutcome.UNREACHABLE
+    assert "no answer within 20 s" in reply.stderr
+
+
+@pytest.mark.parametrize(
+    "err",
+    [
+        f"slurm_load_jobs error: {DOWN}",
+        "slurm_load_jobs error: Socket timed out on send/recv operation",
+        "slurm_load_jobs error: Protocol authentication error",
+        "scontrol: fatal: Could not establish a configuration source",
+        "scontrol: fatal: Unable to process configuration file",
+        "sacct: error: Problem talking to the database: Connection refused",
+    ],
+)
+def test_no_answer_is_told_from_a_refusal(err: str) -> None:
+    with pytest.raises(SlurmUnreachableError) as failure:
+        client(Script(err=err, returncode=1)).show_job("5")
+    assert failure.value.next_step
+    assert err.rsplit(":", maxsplit=1)[-1].strip() in str(failure.value)
+
+
+def test_a_command_that_never_comes_back_is_unreachable() -> None:
+    with pytest.raises(SlurmUnreachableError, match="no answer within 3 s"):
+        client(Script(returncode=None)).with_timeout(timedelta(seconds=3)).show_config()
+
+
+def test_without_slurm_installed_the_user_is_told_what_to_do() -> None:
+    slurm = SubprocessSlurm(environment={"PATH": "/nonexistent"})
+    with pytest.raises(SlurmUnreachableError, match="Load the cluster's Slurm module") as failure:
+        slurm.show_config()
+    assert "scontrol can't be started" in str(failure.value)
+
+
+def test_a_refusal_keeps_slurms_words() -> None:
+    words = "Invalid node name specified for job 7"
+    with pytest.raises(SlurmCommandError, match=words) as failure:
+        client(Script(err=words, returncode=1)).update_job("7", JobUpdate(exclude_nodes=["n9"]))
+    assert not isinstance(failure.value, SlurmUnreachableError)
+
+
+@pytest.mark.parametrize(
+    ("out", "err"),
+    [
+        ("", "slurm_load_jobs error: Invalid job id specified"),
+        ("Job 6_99 not found\n", ""),
+    ],
+)
+def test_a_job_that_slurm_does_not_know_is_none(out: str, err: str) -> None:
+    assert client(Script(out, err, 1)).show_job("6_99") is None
+
+
+def test_a_partition_that_is_not_there_is_none() -> None:
+    assert client(Script("Partition nope not found\n", "", 1)).show_partition("nope") is None
+
+
+def test_of_an_array_the_wanted_task_is_shown() -> None:
+    slurm = client(Script((DATA / "job_array.txt").read_text()))
+    assert [record.job_ref for record in slurm.show_tasks("42")] == ["42", "42_2", "42_1"]
+    for job, job_id in (("42_1", 47), ("48", 48), ("42", 42)):
+        record = slurm.show_job(job)
+        assert record is not None
+        assert record.job_id == job_id
+
+
+def test_a_waiting_task_shares_its_record_and_is_never_taken_for_a_running_one() -> None:
+    waiting = client(Script((DATA / "job_array.txt").read_text())).show_job("42_5")
+    assert waiting is not None
+    assert (waiting.array_task, waiting.state) == ("3-6%2", JobState.PENDING)
+    assert client(Script((DATA / "job_array_task.txt").read_text())).show_job("42_1") is None
+
+
+def test_submitting_names_the_script_and_reads_the_id(tmp_path: Path) -> None:
+    script = Script("8812301;cluster\n")
+    job = client(script).submit(tmp_path / "-a b.sh", ["--dependency=afterany:17"])
+    assert job == "8812301"
+    expected = ("sbatch", "--parsable", "--dependency=afterany:17", str(tmp_path / "-a b.sh"))
+    assert script.asked == [expected]
+
+
+def test_a_submission_has_a_longer_timeout_than_a_question(tmp_path: Path) -> None:
+    script = Script("17\n")
+    slurm = client(script).with_timeout(timedelta(seconds=2))
+    slurm.submit(tmp_path / "job.sh")
+    slurm.hold("17")
+    assert script.timeouts == [timedelta(seconds=120), timedelta(seconds=2)]
+
+
+def test_a_question_is_asked_in_an_environment_that_does_not_change_the_answer() -> None:
+    script = Script()
+    inherited = {
+        "SLURM_CONF": "/etc/slurm/slurm.conf",
+        "PATH": "/opt/slurm/bin",
+        "LC_ALL": "de_DE.UTF-8",
+        "SLURM_TIME_FORMAT": "relative",
+        "SQUEUE_PARTITION": "gpu",
+        "SACCT_FORMAT": "JobName",
+        "SLURM_BITSTR_LEN": "8",
+    }
+    client(script, **inherited).hold("5")
+    expected = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+    kept = {name: inherited[name] for name in ("SLURM_CONF", "PATH")}
+    assert script.environments == [{**kept, **expected}]
+
+
+def test_a_job_gets_the_users_environment_and_nothing_of_ours(tmp_path: Path) -> None:
+    script = Script("17\n")
+    inherited = {"LC_ALL": "de_DE.UTF-8", "SBATCH_QOS": "low", "SLURM_HINT": "nomultithread"}
+    client(script, **inherited).submit(tmp_path / "job.sh")
+    assert script.environments == [inherited]
+
+
+def test_a_successor_does_not_inherit_what_describes_its_predecessor(tmp_path: Path) -> None:
+    script = Script("17\n")
+    inside = {
+        "PATH": "/bin",
+        "SLURM_CONF": "/run/slurm.conf",
+        "SLURM_JOB_ID": "9",
+        "SLURM_ARRAY_JOB_ID": "8",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_RESTART_COUNT": "4",
+        "SLURM_NTASKS": "8",
+        "SLURMD_NODENAME": "n1",
+        "SRUN_CPUS_PER_TASK": "7",
+    }
+    client(script, **inside).submit(tmp_path / "job.sh")
+    names = set(script.environments[0])
+    assert names == {"PATH", "SLURM_CONF", "SRUN_CPUS_PER_TASK"}
+
+
+def test_an_update_says_exactly_what_is_to_change() -> None:
+    script = Script()
+    everything = JobUpdate(
+        exclude_nodes=["n1", "n2", "n4"],
+        time_limit=timedelta(hours=48),
+        num_nodes=3,
+        memory_per_node=(2 << 30) + 1,
+        start_after=timedelta(seconds=7.2),
+        requeue=True,
+        comment="held: see explain",
+    )
+    client(script).update_job("5", everything)
+    assert script.asked == [
+        (
+            "scontrol",
+            "update",
+            "JobId=5",
+            "ExcNodeList=n[1-2,4]",
+            "TimeLimit=2-00:00:00",
+            "NumNodes=3",
+            "MinMemoryNode=2049",
+            "StartTime=now+8",
+            "Requeue=1",
+            "Comment=held: see explain",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("update", "assignment"),
+    [
+        (JobUpdate(exclude_nodes=()), "ExcNodeList="),
+        (JobUpdate(start_after=timedelta(0)), "StartTime=now"),
+        (JobUpdate(requeue=False), "Requeue=0"),
+        (JobUpdate(comment=""), "Comment="),
+    ],
+)
+def test_a_value_that_looks_like_nothing_is_still_set(update: JobUpdate, assignment: str) -> None:
+    assert update.assignments() == (assignment,)
+
+
+def test_an_empty_update_asks_nobody() -> None:
+    script = Script()
+    client(script).update_job("5", JobUpdate())
+    assert script.asked == []
+
+
+@pytest.mark.parametrize(
+    "job", ["", "-1", "5,6", "5 6", "5\n", "--all", "5_[1-3]", "x", "5;id", "٣"]
+)
+def test_what_is_no_single_job_reaches_no_command(job: str) -> None:
+    script = Script()
+    slurm = client(script)
+    calls = [
+        slurm.show_job,
+        slurm.requeue,
+        slurm.requeue_hold,
+        slurm.hold,
+        slurm.release,
+        slurm.cancel,
+        slurm.accounting,
+        lambda job: slurm.update_job(job, JobUpdate(requeue=True)),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call(job)
+    assert script.asked == []
+
+
+def test_other_words_are_checked_too() -> None:
+    script = Script()
+    slurm = client(script)
+    for call in (
+        lambda: slurm.queue("root --all"),
+        lambda: slurm.show_partition("-x"),
+        lambda: slurm.cancel("5", signal="USR1 --user=root"),
+        lambda: slurm.update_job("5", JobUpdate(comment="a\nb")),
+        lambda: slurm.update_job("5", JobUpdate(exclude_nodes=["n1;x"])),
+    ):
+        with pytest.raises(ConfigError):
+            call()
+    assert script.asked == []
+
+
+def test_cancelling_and_signalling() -> None:
+    script = Script()
+    slurm = client(script)
+    slurm.cancel("5")
+    slurm.cancel("5", signal="USR1")
+    slurm.cancel("5", signal="TERM", batch=True)
+    assert script.asked == [
+        ("scancel", "5"),
+        ("scancel", "--signal=USR1", "5"),
+        ("scancel", "--signal=TERM", "--batch", "5"),
+    ]
+
+
+def test_nothing_to_cancel_is_no_error_and_being_refused_is() -> None:
+    over = "scancel: error: Kill job error on job id 5: Invalid job id specified"
+    client(Script(err=over, returncode=1)).cancel("5", signal="USR1")
+    denied = "scancel: error: Kill job error on job id 5: Access/permission denied"
+    with pytest.raises(SlurmCommandError, match="denied"):
+        client(Script(err=denied, returncode=1)).cancel("5")
+
+
+def test_a_cluster_without_accounting_has_no_rows() -> None:
+    slurm = client(Script(err="Slurm accounting storage is disabled", returncode=1))
+    assert slurm.accounting("5") == ()
