@@ -1,0 +1,137 @@
+"""Attempts claim the run; a higher claim fences every lower one.
+
+A claim is one exclusively created file ``attempts/<n>.json`` with a nonce.  It is not a lock: an
+older incarnation may still be alive on a node that Slurm has lost sight of.  It learns of the newer
+claim the next time it wants to publish, prune or requeue, and then does nothing any more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_forge.errors import FencedError, RunDirectoryError
+from slurm_forge.files import create_exclusive, make_private_directory, read_json
+from slurm_forge.run_directory.layout import RunDirectory
+
+__all__ = ["Claim", "Fence", "claim_attempt", "list_claims", "newest_claim"]
+
+_CLAIM_LIMIT = 1 << 20
+#: As we write them: a leading zero would make a second name for the same number.
+_CLAIM_NAME = re.compile(r"[1-9][0-9]{0,8}\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One attempt's claim on the run.  ``time`` is in seconds since the epoch."""
+
+    attempt: int
+    nonce: str
+    job: str
+    restart_count: int
+    host: str
+    pid: int
+    nodes: tuple[str, ...]
+    time: float
+
+
+def _claim_file(run: RunDirectory, attempt: int) -> Path:
+    return run.attempts / f"{attempt}.json"
+
+
+def list_claims(run: RunDirectory) -> list[int]:
+    """Numbers of all claimed attempts, ascending.  Reads names only, so it is one listing."""
+    numbers = []
+    try:
+        entries = list(run.attempts.iterdir())
+    except FileNotFoundError:
+        return []
+    for entry in entries:
+        if _CLAIM_NAME.fullmatch(entry.name):
+            numbers.append(int(entry.name.removesuffix(".json")))
+    return sorted(numbers)
+
+
+def claim_attempt(
+    run: RunDirectory,
+    *,
+    job: str,
+    restart_count: int,
+    host: str,
+    pid: int,
+    nodes: Sequence[str],
+    time: float,
+    tries: int = 100,
+) -> Claim:
+    """Take the next attempt number; fences every older attempt from this moment on."""
+    make_private_directory(run.attempts)
+    taken = 0
+    for _ in range(tries):
+        # A listing may be seconds old on network storage: what was found taken counts as well.
+        taken = max(taken, *list_claims(run), 0)
+        claim = Claim(
+            attempt=taken + 1,
+            nonce=secrets.token_hex(8),
+            job=job,
+            restart_count=restart_count,
+            host=host,
+            pid=pid,
+            nodes=tuple(nodes),
+            time=time,
+        )
+        body = json.dumps(asdict(claim), sort_keys=True).encode()
+        if create_exclusive(_claim_file(run, claim.attempt), body):
+            make_private_directory(run.attempt(claim.attempt))
+            return claim
+        taken = claim.attempt
+    raise RunDirectoryError(
+        f"no attempt could be claimed in {run.attempts} after {tries} tries",
+        next_step="Is something starting this run in a loop?  See slurm-forge status.",
+    )
+
+
+def newest_claim(run: RunDirectory) -> Claim | None:
+    """The claim in force, or None before the first attempt."""
+    numbers = list_claims(run)
+    if not numbers:
+        return None
+    path = _claim_file(run, numbers[-1])
+    try:
+        data = read_json(path, _CLAIM_LIMIT)
+        return Claim(
+            attempt=numbers[-1],
+            nonce=str(data["nonce"]),
+            job=str(data["job"]),
+            restart_count=int(data["restart_count"]),
+            host=str(data["host"]),
+            pid=int(data["pid"]),
+            nodes=tuple(str(node) for node in data["nodes"]),
+            time=float(data["time"]),
+        )
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise RunDirectoryError(
+            f"the claim {path} can't be read: {error}",
+            next_step="Move it away to let the next attempt start; nothing else depends on it.",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Asked before every durable act: raises ``FencedError`` once a newer attempt exists."""
+
+    run: RunDirectory
+    attempt: int
+
+    def __call__(self) -> None:
+        """Raise ``FencedError`` if a newer attempt exists."""
+        newest = max(list_claims(self.run), default=0)
+        if newest > self.attempt:
+            raise FencedError(
+                f"attempt {newest} has taken over {self.run.name}; attempt {self.attempt} "
+                "writes nothing any more",
+                next_step="Nothing to do: this is an old incarnation and it is ending.",
+            )

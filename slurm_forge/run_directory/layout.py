@@ -1,0 +1,108 @@
+"""Where everything of a run lies, and the few marker files a person or a finished run leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.errors import RunDirectoryError
+from slurm_forge.files import create_exclusive, make_private_directory, write_atomic
+
+__all__ = ["RunDirectory"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The layout of ``runs/<name>/``.  Holds a path and nothing else; every property is cheap."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path | str) -> RunDirectory:
+        """Name the run directory at ``path`` (absolute afterwards), existing or not."""
+        return cls(Path(path).expanduser().absolute())
+
+    @classmethod
+    def existing(cls, path: Path | str) -> RunDirectory:
+        """Name a run directory that must hold a run; ``RunDirectoryError`` where it does not."""
+        run = cls.at(path)
+        if not run.spec_file.is_file():
+            raise RunDirectoryError(
+                f"{run.path} holds no run (run.yaml is missing)",
+                next_step="Check the name; runs are made by slurm-forge submit or slurm-forge run.",
+            )
+        return run
+
+    def create(self, spec: bytes) -> None:
+        """Make the directories (private to the user) and write the resolved spec once."""
+        for folder in (self.path, self.journal, self.attempts, self.checkpoints, self.submissions):
+            make_private_directory(folder)
+        if not create_exclusive(self.spec_file, spec):
+            raise RunDirectoryError(
+                f"a run already lives in {self.path}",
+                next_step="Choose another name, or continue it: slurm-forge requeue "
+                f"{self.path.name}",
+            )
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is the folder's."""
+        return self.path.name
+
+    @property
+    def spec_file(self) -> Path:
+        """The resolved spec as submitted."""
+        return self.path / "run.yaml"
+
+    @property
+    def journal(self) -> Path:
+        """Append-only events, one file per writer."""
+        return self.path / "journal"
+
+    @property
+    def attempts(self) -> Path:
+        """Claims ``<n>.json`` and one folder ``<n>/`` of evidence per attempt."""
+        return self.path / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Published checkpoints, and stages that never became one."""
+        return self.path / "checkpoints"
+
+    @property
+    def submissions(self) -> Path:
+        """Scripts and submitit's own files; must be writable by the user alone."""
+        return self.path / "submissions"
+
+    @property
+    def stop_file(self) -> Path:
+        """Touched by a person: save, stop, and do not come back."""
+        return self.path / "STOP"
+
+    @property
+    def save_file(self) -> Path:
+        """Touched by a person: save now and go on."""
+        return self.path / "SAVE"
+
+    @property
+    def done_file(self) -> Path:
+        """Exists once the run is finished; whoever starts it again exits 0 at once."""
+        return self.path / "DONE"
+
+    def attempt(self, number: int) -> Path:
+        """The folder of one attempt: logs, stacks, last words."""
+        return self.attempts / str(number)
+
+    def rendezvous(self, key: str) -> Path:
+        """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
+        return self.attempts / f"rendezvous-{key}.json"
+
+    def is_done(self) -> bool:
+        """Whether the run is finished."""
+        return self.done_file.exists()
+
+    def mark_done(self, step: int, attempt: int) -> None:
+        """Write the DONE marker durably; writing it twice is harmless."""
+        body = json.dumps({"step": step, "attempt": attempt}, sort_keys=True) + "\n"
+        write_atomic(self.done_file, body.encode())
