@@ -1,0 +1,81 @@
+"""Events to one line of JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pydantic import TypeAdapter, ValidationError
+
+from slurm_forge.journal.events import Event
+
+__all__ = ["FORMAT", "LINE_LIMIT", "Record", "decode", "encode"]
+
+#: Version of the line format.  Readers skip lines of a kind they do not know.
+FORMAT = 1
+#: One event is small; a longer line is damage, or somebody filling the disk.
+LINE_LIMIT = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """An event and where it stands: attempt and launch it belongs to, writer, and order."""
+
+    attempt: int
+    launch: int
+    sequence: int
+    time: float
+    writer: str
+    event: Event
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[Event]:
+    return TypeAdapter(Event)
+
+
+def encode(record: Record) -> bytes:
+    """One line, newline included."""
+    body = {
+        "v": FORMAT,
+        "attempt": record.attempt,
+        "launch": record.launch,
+        "seq": record.sequence,
+        "time": record.time,
+        "event": _adapter().dump_python(record.event, mode="json"),
+    }
+    return json.dumps(body, separators=(",", ":"), allow_nan=True).encode() + b"\n"
+
+
+def decode(line: bytes, writer: str) -> Record | None:
+    """The record on a line; None for a kind from a newer version; ``ValueError`` for damage."""
+    if len(line) > LINE_LIMIT:
+        raise ValueError(f"line of {len(line)} bytes")
+    try:
+        body = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(body, dict) or not isinstance(body.get("event"), dict):
+        raise ValueError("not an event")
+    try:
+        event = _adapter().validate_python(body["event"])
+    except ValidationError as error:
+        if any(e["type"] == "union_tag_invalid" for e in error.errors()):
+            return None
+        raise ValueError(str(error)) from error
+    try:
+        record = Record(
+            attempt=int(body["attempt"]),
+            launch=int(body["launch"]),
+            sequence=int(body["seq"]),
+            time=float(body["time"]),
+            writer=writer,
+            event=event,
+        )
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"field missing: {error}") from error
+    if not math.isfinite(record.time):
+        raise ValueError("a time that can't be ordered")
+    return record

@@ -1,0 +1,294 @@
+"""What can be written in a journal: one frozen dataclass per kind of event.
+
+Times are seconds since the epoch, durations seconds (``…_s``), steps are optimizer steps done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slurm_forge.vocabulary.decision import Decision, Incident
+
+__all__ = [
+    "AttemptEnded",
+    "AttemptStarted",
+    "CheckpointCommitted",
+    "CheckpointFailed",
+    "CheckpointRejected",
+    "DecisionTaken",
+    "Event",
+    "Finished",
+    "IncidentSeen",
+    "LaunchEnded",
+    "LaunchStarted",
+    "Logged",
+    "Note",
+    "NoticeSeen",
+    "ProbeMeasured",
+    "Progress",
+    "RequeueDone",
+    "RequeueFailed",
+    "RequeueIntended",
+    "Resumed",
+    "StepSkipped",
+    "StopAgreed",
+    "Submitted",
+    "UserAsked",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A job was handed to Slurm (or to the local executor) for this run."""
+
+    job: str
+    via: str
+    kind: Literal["submitted"] = "submitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarted:
+    """One Slurm start of the job began."""
+
+    job: str
+    restart_count: int
+    nodes: tuple[str, ...]
+    host: str
+    via: str
+    end_time: float | None = None
+    kind: Literal["attempt_started"] = "attempt_started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchStarted:
+    """All ranks of a launch were started."""
+
+    world_size: int
+    nodes: tuple[str, ...] = ()
+    kind: Literal["launch_started"] = "launch_started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Training begins at ``step``: from ``checkpoint``, or from the start where it is None.
+
+    The seconds say where the time of a start went, counted from the start of rank 0's process.
+    """
+
+    step: int
+    checkpoint: str | None
+    world_size: int
+    exact: bool = True
+    interpreter_s: float = 0.0
+    rendezvous_s: float = 0.0
+    load_s: float = 0.0
+    kind: Literal["resumed"] = "resumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Steps go on: how far, and samples consumed."""
+
+    step: int
+    consumed: int = 0
+    kind: Literal["progress"] = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """Figures the program logged (sampled: not every step)."""
+
+    step: int
+    values: dict[str, float] = field(default_factory=dict)
+    kind: Literal["logged"] = "logged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommitted:
+    """A checkpoint exists from here on."""
+
+    name: str
+    step: int
+    reason: str
+    seconds: float
+    size: int
+    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed:
+    """A save came to nothing; the previous checkpoint is untouched."""
+
+    step: int
+    reason: str
+    kind: Literal["checkpoint_failed"] = "checkpoint_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRejected:
+    """A checkpoint on disk was passed over while resuming, and why."""
+
+    name: str
+    reason: str
+    kind: Literal["checkpoint_rejected"] = "checkpoint_rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSkipped:
+    """An update was not applied, on any rank; its samples are consumed all the same."""
+
+    step: int
+    first_sample: int
+    samples: int
+    consecutive: int
+    kind: Literal["step_skipped"] = "step_skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeSeen:
+    """Somebody wants something of the run: a signal on a rank, a file, the clock."""
+
+    what: str
+    source: str
+    kind: Literal["notice_seen"] = "notice_seen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAgreed:
+    """All ranks know where to stop.  ``seconds`` is from the notice to the agreed target."""
+
+    step: int
+    seconds: float
+    kind: Literal["stop_agreed"] = "stop_agreed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentSeen:
+    """Something went wrong or was asked for: cause and evidence."""
+
+    incident: Incident
+    kind: Literal["incident"] = "incident"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionTaken:
+    """What is done about an incident, and the plan in force from here on."""
+
+    decision: Decision
+    kind: Literal["decision"] = "decision"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeMeasured:
+    """A collective probe: fine, or which ranks came late.  Fine ones are sampled."""
+
+    ok: bool
+    step: int
+    latency_s: float | None = None
+    late_ranks: tuple[int, ...] = ()
+    late_hosts: tuple[str, ...] = ()
+    count: int = 1
+    kind: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueIntended:
+    """Durable intent, written before Slurm is asked; ``reconcile`` carries it out if need be."""
+
+    job: str
+    method: str
+    reason: str
+    kind: Literal["requeue_intended"] = "requeue_intended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueDone:
+    """Slurm took it: the same job again, or ``successor``."""
+
+    job: str
+    method: str
+    successor: str | None = None
+    kind: Literal["requeue_done"] = "requeue_done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueFailed:
+    """Slurm did not take it; the intent stays open."""
+
+    job: str
+    method: str
+    reason: str
+    kind: Literal["requeue_failed"] = "requeue_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnded:
+    """All ranks of a launch are gone."""
+
+    outcome: str
+    step: int | None = None
+    kind: Literal["launch_ended"] = "launch_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    """The attempt is over; ``outcome`` is what it leaves the run as."""
+
+    outcome: str
+    kind: Literal["attempt_ended"] = "attempt_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The run reached its end."""
+
+    step: int
+    kind: Literal["finished"] = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserAsked:
+    """A person used a verb on the run (requeue, stop, reconcile, …)."""
+
+    verb: str
+    user: str
+    kind: Literal["user_asked"] = "user_asked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something worth telling that no other kind fits."""
+
+    text: str
+    kind: Literal["note"] = "note"
+
+
+Event = Annotated[
+    Submitted
+    | AttemptStarted
+    | LaunchStarted
+    | Resumed
+    | Progress
+    | Logged
+    | CheckpointCommitted
+    | CheckpointFailed
+    | CheckpointRejected
+    | StepSkipped
+    | NoticeSeen
+    | StopAgreed
+    | IncidentSeen
+    | DecisionTaken
+    | ProbeMeasured
+    | RequeueIntended
+    | RequeueDone
+    | RequeueFailed
+    | LaunchEnded
+    | AttemptEnded
+    | Finished
+    | UserAsked
+    | Note,
+    Field(discriminator="kind"),
+]

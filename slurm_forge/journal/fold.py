@@ -1,0 +1,319 @@
+"""``state = fold(events)``: everything known about a run, computed, never stored a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from slurm_forge.journal import events as ev
+from slurm_forge.journal.codec import Record
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = [
+    "AttemptState",
+    "BudgetUse",
+    "LaunchState",
+    "RunState",
+    "RunStatus",
+    "fold",
+    "in_order",
+    "without_fenced",
+]
+
+#: Clocks of two nodes may differ by this much before an old writer counts as fenced.
+CLOCK_SKEW_S = 30.0
+
+
+class RunStatus(str, Enum):
+    """What the run is doing, in one word."""
+
+    NEW = "new"
+    SUBMITTED = "submitted"
+    RUNNING = "running"
+    REQUEUED = "requeued"
+    HELD = "held"
+    STOPPED = "stopped"
+    CANCELLED = "cancelled"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchState:
+    """One start of all ranks inside an attempt."""
+
+    number: int
+    started: float
+    world_size: int = 0
+    resumed: ev.Resumed | None = None
+    resumed_at: float | None = None
+    step: int | None = None
+    ended: float | None = None
+    outcome: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptState:
+    """One Slurm start of the job, as far as the journal tells."""
+
+    number: int
+    job: str
+    nodes: tuple[str, ...]
+    via: str
+    started: float
+    ended: float | None = None
+    outcome: str = ""
+    launches: tuple[LaunchState, ...] = ()
+    notices: tuple[tuple[float, ev.NoticeSeen], ...] = ()
+    incidents: tuple[tuple[float, Incident], ...] = ()
+    decisions: tuple[tuple[float, Decision], ...] = ()
+    checkpoints: tuple[tuple[float, ev.CheckpointCommitted], ...] = ()
+    skipped: tuple[ev.StepSkipped, ...] = ()
+    requeues: tuple[tuple[float, ev.RequeueDone], ...] = ()
+    probes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetUse:
+    """How often a rung was taken for a cause since real progress was last made."""
+
+    cause: Cause
+    rung: int
+    times: int
+    #: The furthest step when it was last taken; only a commit past it frees the budget.
+    high_water: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Everything that decisions and reports rest on."""
+
+    status: RunStatus = RunStatus.NEW
+    job: str = ""
+    attempts: tuple[AttemptState, ...] = ()
+    plan: RecoveryPlan = field(default_factory=RecoveryPlan)
+    spent: tuple[BudgetUse, ...] = ()
+    high_water: int = 0
+    committed_step: int | None = None
+    open_intent: ev.RequeueIntended | None = None
+    reason: str = ""
+    applied: frozenset[str] = frozenset()
+
+    def times(self, cause: Cause, rung: int) -> int:
+        """How much of a rung's budget is used."""
+        return sum(use.times for use in self.spent if (use.cause, use.rung) == (cause, rung))
+
+
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """Order by attempt and launch; inside one by time, never against a writer's own sequence.
+
+    What a writer wrote twice, because the first file could not be synced, is there once.
+    """
+    by_writer: dict[tuple[int, str], list[Record]] = {}
+    # Whose copy is kept must not depend on the order that the files were listed in.
+    for record in _once(sorted(records, key=lambda r: (r.attempt, r.writer, r.sequence))):
+        by_writer.setdefault((record.attempt, record.writer), []).append(record)
+    keyed: list[tuple[tuple[int, int, float, str, int], Record]] = []
+    for (attempt, writer), own in by_writer.items():
+        latest = float("-inf")
+        for record in sorted(own, key=lambda r: r.sequence):
+            latest = max(latest, record.time)
+            keyed.append(((attempt, record.launch, latest, writer, record.sequence), record))
+    return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _once(records: Iterable[Record]) -> Iterator[Record]:
+    seen: set[tuple[int, int, int, float, str]] = set()
+    for record in records:
+        role = record.writer.rpartition("-")[0] or record.writer
+        key = (record.attempt, record.launch, record.sequence, record.time, role)
+        if key not in seen:
+            seen.add(key)
+            yield record
+
+
+def without_fenced(records: Iterable[Record]) -> list[Record]:
+    """Leave out what an attempt wrote after a higher one had taken the run over."""
+    ordered = list(records)
+    starts = {r.attempt: r.time for r in ordered if isinstance(r.event, ev.AttemptStarted)}
+    kept = []
+    for record in ordered:
+        later = [time for attempt, time in starts.items() if attempt > record.attempt]
+        # A person's request through the command line is not an attempt's and is never fenced.
+        if later and record.time > min(later) + CLOCK_SKEW_S and not _by_person(record):
+            continue
+        kept.append(record)
+    return kept
+
+
+def _by_person(record: Record) -> bool:
+    return record.writer.startswith("cli")
+
+
+def fold(records: Iterable[Record]) -> RunState:
+    """Compute the state of a run from its records, in any order, duplicates of a file excluded."""
+    state = RunState()
+    for record in in_order(without_fenced(records)):
+        state = _step(state, record)
+    return state
+
+
+def _step(state: RunState, record: Record) -> RunState:
+    event, time = record.event, record.time
+    match event:
+        case ev.Submitted():
+            # Written when Slurm has answered: the job may have started, and ended, before that.
+            overtaken = any(a.job == event.job or a.started > time for a in state.attempts)
+            return state if overtaken else _submitted(replace(state, job=event.job))
+        case ev.UserAsked() if event.verb in _GO_ON:
+            overtaken = any(a.started > time for a in state.attempts)
+            return state if overtaken else _submitted(state)
+        case ev.AttemptStarted():
+            attempt = AttemptState(
+                number=record.attempt, job=event.job, nodes=event.nodes, via=event.via, started=time
+            )
+            return replace(
+                state,
+                status=RunStatus.RUNNING,
+                job=event.job,
+                attempts=(*state.attempts, attempt),
+                open_intent=None,
+                reason="",
+            )
+        case ev.DecisionTaken():
+            return _decided(state, record, event.decision)
+        case ev.Finished():
+            reached = _reach(state, event.step)
+            return replace(reached, status=RunStatus.FINISHED, open_intent=None)
+        case ev.RequeueIntended():
+            return replace(state, open_intent=event)
+        case ev.RequeueDone():
+            changed = _in_attempt(
+                state, record, lambda a: replace(a, requeues=(*a.requeues, (time, event)))
+            )
+            return replace(
+                changed,
+                status=RunStatus.REQUEUED,
+                open_intent=None,
+                job=event.successor or event.job,
+            )
+        case ev.AttemptEnded():
+            changed = _in_attempt(
+                state, record, lambda a: replace(a, ended=time, outcome=event.outcome)
+            )
+            # Somebody else brings it back: an administrator's requeue, submitit's local executor.
+            back = event.outcome == RunStatus.REQUEUED.value and state.status is RunStatus.RUNNING
+            return replace(changed, status=RunStatus.REQUEUED) if back else changed
+        case ev.IncidentSeen():
+            changed = _in_attempt(
+                state,
+                record,
+                lambda a: replace(a, incidents=(*a.incidents, (time, event.incident))),
+            )
+            step = event.incident.step
+            return changed if step is None else _reach(changed, step)
+        case ev.NoticeSeen():
+            return _in_attempt(
+                state, record, lambda a: replace(a, notices=(*a.notices, (time, event)))
+            )
+        case ev.CheckpointCommitted():
+            changed = _in_attempt(
+                state, record, lambda a: replace(a, checkpoints=(*a.checkpoints, (time, event)))
+            )
+            return _committed(changed, event.step)
+        case ev.StepSkipped():
+            return _in_attempt(state, record, lambda a: replace(a, skipped=(*a.skipped, event)))
+        case ev.ProbeMeasured():
+            return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
+        case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
+            return _in_launch(state, record)
+        case _:
+            return state
+
+
+#: What a person asks with for a run to go on, whatever it rests for.
+_GO_ON = frozenset({"submit", "run", "requeue"})
+
+
+def _submitted(state: RunState) -> RunState:
+    if state.status is RunStatus.FINISHED:
+        return state
+    return replace(state, status=RunStatus.SUBMITTED, reason="")
+
+
+def _in_attempt(
+    state: RunState, record: Record, change: Callable[[AttemptState], AttemptState]
+) -> RunState:
+    attempts = tuple(
+        change(attempt) if attempt.number == record.attempt else attempt
+        for attempt in state.attempts
+    )
+    return replace(state, attempts=attempts)
+
+
+def _in_launch(state: RunState, record: Record) -> RunState:
+    event, time = record.event, record.time
+
+    def change(attempt: AttemptState) -> AttemptState:
+        launches = {launch.number: launch for launch in attempt.launches}
+        launch = launches.get(record.launch, LaunchState(number=record.launch, started=time))
+        match event:
+            case ev.LaunchStarted():
+                launch = replace(launch, started=time, world_size=event.world_size)
+            case ev.Resumed():
+                launch = replace(launch, resumed=event, resumed_at=time, step=event.step)
+            case ev.Progress():
+                launch = replace(launch, step=max(event.step, launch.step or 0))
+            case ev.LaunchEnded():
+                step = launch.step if event.step is None else event.step
+                launch = replace(launch, ended=time, outcome=event.outcome, step=step)
+            case _:
+                pass
+        launches[record.launch] = launch
+        return replace(attempt, launches=tuple(launches[n] for n in sorted(launches)))
+
+    changed = _in_attempt(state, record, change)
+    step = getattr(event, "step", None)
+    return _reach(changed, step) if isinstance(step, int) else changed
+
+
+def _reach(state: RunState, step: int) -> RunState:
+    return replace(state, high_water=max(state.high_water, step))
+
+
+def _committed(state: RunState, step: int) -> RunState:
+    """A commit past the step at which a budget was last charged is real progress: it is freed."""
+    spent = tuple(use for use in state.spent if step <= use.high_water)
+    committed = max(step, state.committed_step or 0)
+    return _reach(replace(state, spent=spent, committed_step=committed), step)
+
+
+_FINAL = {
+    Action.HOLD: RunStatus.HELD,
+    Action.RAISE: RunStatus.HELD,
+    Action.STOP: RunStatus.STOPPED,
+}
+
+
+def _decided(state: RunState, record: Record, decision: Decision) -> RunState:
+    changed = _in_attempt(
+        state, record, lambda a: replace(a, decisions=(*a.decisions, (record.time, decision)))
+    )
+    if decision.incident_id in state.applied:
+        return changed
+    changed = replace(changed, plan=decision.plan, applied=changed.applied | {decision.incident_id})
+    if decision.action in _FINAL:
+        status = _FINAL[decision.action]
+        if decision.cause is Cause.USER_CANCELLED:
+            status = RunStatus.CANCELLED
+        return replace(changed, status=status, reason=decision.reason, open_intent=None)
+    if decision.rung is None:
+        return changed
+    times = changed.times(decision.cause, decision.rung) + 1
+    others = tuple(
+        use for use in changed.spent if (use.cause, use.rung) != (decision.cause, decision.rung)
+    )
+    use = BudgetUse(decision.cause, decision.rung, times, changed.high_water)
+    return replace(changed, spent=(*others, use))

@@ -1,0 +1,123 @@
+"""Appending to the journal: one file per writer, because shared appends are not safe everywhere.
+
+BeeGFS keeps ``O_APPEND`` and ``flock`` node-local by default, NFS clients cache: so no two
+processes ever write the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from slurm_forge.files import AppendFile, make_private_directory
+from slurm_forge.journal.codec import Record, encode
+from slurm_forge.journal.events import (
+    CheckpointCommitted,
+    DecisionTaken,
+    Event,
+    Finished,
+    IncidentSeen,
+    RequeueDone,
+    RequeueFailed,
+    RequeueIntended,
+    Submitted,
+    UserAsked,
+)
+from slurm_forge.run_directory import RunDirectory
+
+__all__ = ["JournalWriter"]
+
+#: What later decisions rest on is on disk before anything else happens.
+_DURABLE = (
+    CheckpointCommitted,
+    DecisionTaken,
+    Finished,
+    IncidentSeen,
+    RequeueDone,
+    RequeueFailed,
+    RequeueIntended,
+    Submitted,
+    UserAsked,
+)
+
+
+#: A disk that stays full must not be filled with empty files.
+_FRESH_FILES = 8
+
+
+class JournalWriter:
+    """One writer's file.  Thread-safe; the file appears with the first event.
+
+    After a failed write or ``fsync`` the event goes into a fresh file; readers count it once.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        attempt: int,
+        writer: str,
+        launch: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = run.journal
+        self._attempt = attempt
+        self._writer = writer
+        self._clock = clock
+        self._sequence = 0
+        self._file: AppendFile | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._fresh_files = _FRESH_FILES
+        #: The launch that following events belong to.
+        self.launch = launch
+
+    def write(self, event: Event, *, durable: bool | None = None) -> None:
+        """Append one event; fsynced when later decisions rest on it (or as ``durable`` says)."""
+        sync = isinstance(event, _DURABLE) if durable is None else durable
+        with self._lock:
+            record = Record(
+                attempt=self._attempt,
+                launch=self.launch,
+                sequence=self._sequence,
+                time=self._clock(),
+                writer=self._writer,
+                event=event,
+            )
+            if self._closed:
+                raise ValueError("the journal is closed")
+            line = encode(record)
+            try:
+                self._append(line, sync)
+            except OSError:
+                # The kernel may have dropped what it could not write: this file can't be trusted
+                # any more, another one can.
+                if self._fresh_files <= 0:
+                    raise
+                self._fresh_files -= 1
+                self._close_file()
+                self._append(line, sync)
+            self._sequence += 1
+
+    def close(self) -> None:
+        """Close the file; a later write raises."""
+        with self._lock:
+            self._closed = True
+            self._close_file()
+
+    def _append(self, line: bytes, sync: bool) -> None:
+        if self._file is None:
+            make_private_directory(self._folder)
+            name = f"{self._attempt}-{self._writer}-{secrets.token_hex(4)}.jsonl"
+            self._file = AppendFile(self._folder / name)
+        self._file.append(line, sync=sync)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # Some file systems report a failed write only here.
+            with contextlib.suppress(OSError):
+                file.close()

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.journal import RunStatus, fold
+from slurm_forge.journal import events as ev
+from slurm_forge.journal.codec import Record
+from slurm_forge.journal.fold import CLOCK_SKEW_S, RunState, in_order
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+
+@dataclass
+class Story:
+    """Tells a run event by event, one second apart."""
+
+    now: float = 1000.0
+    attempt: int = 0
+    launch: int = 0
+    records: list[Record] = field(default_factory=list)
+    sequences: dict[str, int] = field(default_factory=dict)
+
+    def tell(self, event: ev.Event, writer: str = "supervisor") -> Story:
+        name = f"{self.attempt}-{writer}"
+        number = self.sequences.get(name, 0)
+        self.sequences[name] = number + 1
+        self.now += 1.0
+        record = Record(
+            attempt=self.attempt,
+            launch=self.launch,
+            sequence=number,
+            time=self.now,
+            writer=f"{writer}-{self.attempt:08x}",
+            event=event,
+        )
+        self.records.append(record)
+        return self
+
+    def submitted(self, job: str = "42") -> Story:
+        return self.tell(ev.Submitted(job=job, via="sbatch"), "cli")
+
+    def start(self, job: str = "42") -> Story:
+        self.attempt, self.launch = self.attempt + 1, 0
+        self.tell(
+            ev.AttemptStarted(job=job, restart_count=0, nodes=("n1",), host="n1", via="sbatch")
+        )
+        self.launch = 1
+        return self.tell(ev.LaunchStarted(world_size=2))
+
+    def progress(self, step: int) -> Story:
+        return self.tell(ev.Progress(step=step), "rank0")
+
+    def commit(self, step: int) -> Story:
+        committed = ev.CheckpointCommitted(
+            name=f"step-{step}", step=step, reason="", seconds=1.0, size=1
+        )
+        return self.tell(committed, "rank0")
+
+    def incident(self, cause: Cause, step: int | None = None, ident: str = "") -> Story:
+        incident = Incident(
+            id=ident or f"{self.attempt}.{self.launch}",
+            cause=cause,
+            confidence=Confidence.LIKELY,
+            step=step,
+        )
+        return self.tell(ev.IncidentSeen(incident=incident))
+
+    def decide(
+        self,
+        action: Action,
+        *,
+        cause: Cause = Cause.CRASH,
+        rung: int | None = 0,
+        plan: RecoveryPlan | None = None,
+        ident: str = "",
+    ) -> Story:
+        decision = Decision(
+            incident_id=ident or f"{self.attempt}.{self.launch}",
+            cause=cause,
+            action=action,
+            reason=f"because of {cause.value}",
+            plan=plan or RecoveryPlan(),
+            rung=rung,
+        )
+        return self.tell(ev.DecisionTaken(decision=decision))
+
+    def intend(self) -> Story:
+        return self.tell(ev.RequeueIntended(job="42", method="scontrol requeue", reason="x"))
+
+    def requeued(self, successor: str | None = None) -> Story:
+        return self.tell(ev.RequeueDone(job="42", method="x", successor=successor))
+
+    def state(self) -> RunState:
+        return fold(self.records)
+
+
+STATUSES: list[tuple[RunStatus, Callable[[Story], Story]]] = [
+    (RunStatus.NEW, lambda s: s),
+    (RunStatus.SUBMITTED, lambda s: s.submitted()),
+    (RunStatus.RUNNING, lambda s: s.submitted().start()),
+    (RunStatus.RUNNING, lambda s: s.start().intend()),
+    (RunStatus.REQUEUED, lambda s: s.start().decide(Action.REQUEUE).intend().requeued()),
+    (RunStatus.REQUEUED, lambda s: s.start().tell(ev.AttemptEnded(outcome="requeued"))),
+    (RunStatus.RUNNING, lambda s: s.start().requeued().start()),
+    (RunStatus.HELD, lambda s: s.start().decide(Action.HOLD, rung=None)),
+    (RunStatus.HELD, lambda s: s.start().decide(Action.RAISE)),
+    (
+        RunStatus.HELD,
+        lambda s: s.start().decide(Action.HOLD, rung=None).tell(ev.AttemptEnded(outcome="hold")),
+    ),
+    (RunStatus.SUBMITTED, lambda s: s.start().decide(Action.HOLD, rung=None).submitted("43")),
+    (
+        RunStatus.STOPPED,
+        lambda s: s.start().decide(Action.STOP, cause=Cause.STOP_REQUESTED, rung=None),
+    ),
+    (
+        RunStatus.CANCELLED,
+        lambda s: s.start().decide(Action.STOP, cause=Cause.USER_CANCELLED, rung=None),
+    ),
+    (RunStatus.FINISHED, lambda s: s.start().tell(ev.Finished(step=9))),
+    (
+        RunStatus.FINISHED,
+        lambda s: s.start().tell(ev.Finished(step=9)).tell(ev.AttemptEnded(outcome="finished")),
+    ),
+    (RunStatus.RUNNING, lambda s: s.start().decide(Action.RELAUNCH)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(STATUSES)))
+def test_the_status_is_what_happened_last(number: int) -> None:
+    status, told = STATUSES[number]
+    assert told(Story()).state().status is status
+
+
+def test_a_person_who_submits_again_after_a_hold_is_heard() -> None:
+    """The command line writes beside the newest attempt, after everything in it."""
+    story = Story().start().decide(Action.HOLD, rung=None).tell(ev.AttemptEnded(outcome="hold"))
+    story.launch = 1 << 30
+    state = story.submitted("43").state()
+    assert (state.status, state.reason, state.job) == (RunStatus.SUBMITTED, "", "43")
+
+
+def test_a_job_that_is_over_before_sbatch_has_answered_stays_over() -> None:
+    story = Story().start().tell(ev.Finished(step=9)).tell(ev.AttemptEnded(outcome="finished"))
+    story.launch = 1 << 30
+    assert story.submitted("42").state().status is RunStatus.FINISHED
+
+
+def test_asking_for_a_held_run_to_go_on_is_heard_before_slurm_has_answered() -> None:
+    story = Story().start().decide(Action.HOLD, rung=None)
+    story.launch = 1 << 30
+    asked = ev.UserAsked(verb="requeue", user="somebody")
+    assert story.tell(asked, "cli").state().status is RunStatus.SUBMITTED
+
+
+def test_the_successor_is_the_job_from_then_on() -> None:
+    assert Story().start().intend().requeued("77").state().job == "77"
+
+
+def test_an_intent_stays_open_until_it_is_done_or_overtaken() -> None:
+    story = Story().start().intend()
+    failed = ev.RequeueFailed(job="42", method="scontrol requeue", reason="no answer")
+    assert story.tell(failed).state().open_intent is not None
+    assert replace(story).start().state().open_intent is None
+    assert Story().start().intend().requeued().state().open_intent is None
+    finished = Story().start().intend().tell(ev.Finished(step=3))
+    assert finished.state().open_intent is None
+
+
+def test_an_attempt_remembers_what_it_went_through() -> None:
+    story = Story().start().progress(5).commit(5)
+    story.tell(ev.NoticeSeen(what="SIGTERM", source="rank 1"))
+    story.tell(ev.StepSkipped(step=6, first_sample=0, samples=8, consecutive=1), "rank0")
+    story.tell(ev.ProbeMeasured(ok=True, step=6, latency_s=0.1, count=30))
+    story.incident(Cause.PREEMPTED, 7).decide(Action.REQUEUE, cause=Cause.PREEMPTED)
+    story.tell(ev.LaunchEnded(outcome="preempted", step=7))
+    story.requeued().tell(ev.AttemptEnded(outcome="requeued"))
+    (attempt,) = story.state().attempts
+    assert (attempt.number, attempt.job, attempt.outcome) == (1, "42", "requeued")
+    assert [len(part) for part in (attempt.checkpoints, attempt.notices, attempt.skipped)] == [
+        1
+    ] * 3
+    assert [len(part) for part in (attempt.incidents, attempt.decisions, attempt.requeues)] == [
+        1
+    ] * 3
+    assert attempt.probes == 30
+    (launch,) = attempt.launches
+    assert (launch.world_size, launch.step, launch.outcome) == (2, 7, "preempted")
+
+
+def test_progress_is_the_furthest_step_ever_seen() -> None:
+    story = Story().start().progress(100)
+    story.incident(Cause.CRASH, 104)
+    assert story.state().high_water == 104
+    story.start().progress(50)
+    assert (story.state().high_water, story.state().committed_step) == (104, None)
+    assert story.commit(60).state().committed_step == 60
+
+
+# -- budgets -------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_charged_per_cause_and_rung() -> None:
+    story = Story().start()
+    for number, (cause, rung) in enumerate(
+        [(Cause.CRASH, 0), (Cause.CRASH, 0), (Cause.CRASH, 1), (Cause.HANG, 0)]
+    ):
+        story.decide(Action.RELAUNCH, cause=cause, rung=rung, ident=f"i{number}")
+    state = story.state()
+    uses = [(Cause.CRASH, 0), (Cause.CRASH, 1), (Cause.HANG, 0), (Cause.HANG, 1)]
+    assert [state.times(cause, rung) for cause, rung in uses] == [2, 1, 1, 0]
+
+
+def test_only_a_commit_past_the_old_high_water_step_frees_a_budget() -> None:
+    story = Story().start().progress(100).decide(Action.RELAUNCH)
+    for step in (50, 99, 100):
+        assert story.commit(step).state().times(Cause.CRASH, 0) == 1, step
+    assert story.progress(150).state().times(Cause.CRASH, 0) == 1
+    assert story.commit(101).state().times(Cause.CRASH, 0) == 0
+
+
+def test_the_step_of_the_incident_counts_as_reached() -> None:
+    """Heartbeats lag: what failed at step 104 was last heard of at 100."""
+    story = Story().start().progress(100).incident(Cause.NON_FINITE, 104)
+    story.decide(Action.ROLLBACK, cause=Cause.NON_FINITE).commit(103)
+    assert story.state().times(Cause.NON_FINITE, 0) == 1
+
+
+def test_a_second_charge_moves_the_mark() -> None:
+    story = Story().start().progress(100).decide(Action.RELAUNCH, ident="a")
+    story.progress(200).decide(Action.RELAUNCH, ident="b").commit(150)
+    assert story.state().times(Cause.CRASH, 0) == 2
+    assert story.commit(201).state().times(Cause.CRASH, 0) == 0
+
+
+def test_a_decision_that_is_read_twice_is_applied_once() -> None:
+    plan = RecoveryPlan(lr_factor=0.5)
+    story = Story().start().decide(Action.ROLLBACK, plan=plan, ident="same")
+    story.decide(Action.ROLLBACK, plan=RecoveryPlan(lr_factor=0.25), ident="same")
+    state = story.state()
+    assert state.plan.lr_factor == 0.5
+    assert state.times(Cause.CRASH, 0) == 1
+
+
+def test_the_plan_in_force_is_the_last_ones() -> None:
+    story = Story().start().decide(Action.ROLLBACK, plan=RecoveryPlan(lr_factor=0.5), ident="a")
+    story.start().decide(Action.RELAUNCH, plan=RecoveryPlan(micro_batch=4), ident="b")
+    assert story.state().plan == RecoveryPlan(micro_batch=4)
+
+
+# -- order and fences ----------------------------------------------------------------------------
+
+
+def long_story() -> list[Record]:
+    story = Story().submitted().start().progress(10).commit(10)
+    story.incident(Cause.CRASH, 12).decide(Action.RELAUNCH)
+    story.launch = 2
+    story.tell(ev.LaunchStarted(world_size=2)).progress(20).commit(20)
+    story.incident(Cause.PREEMPTED, 21).decide(Action.REQUEUE, cause=Cause.PREEMPTED)
+    story.intend().requeued().tell(ev.AttemptEnded(outcome="requeued"))
+    story.start().progress(30).incident(Cause.CUDA_OOM, 31)
+    story.decide(Action.SHRINK_MICRO_BATCH, cause=Cause.CUDA_OOM, plan=RecoveryPlan(micro_batch=4))
+    story.start().commit(40).tell(ev.Finished(step=41))
+    return story.records
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), kept=st.integers(1, 40))
+def test_the_order_of_the_files_makes_no_difference(seed: int, kept: int) -> None:
+    told = long_story()[:kept]
+    shuffled = list(told)
+    random.Random(seed).shuffle(shuffled)
+    assert fold(shuffled) == fold(told)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.permutations(range(12)),
+    times=st.lists(st.floats(0, 100), min_size=12, max_size=12),
+    places=st.lists(
+        st.tuples(st.integers(1, 2), st.integers(0, 2), st.sampled_from(["rank0", "supervisor"])),
+        min_size=12,
+        max_size=12,
+    ),
+)
+def test_any_records_in_any_order_fold_to_the_same_state(
+    order: list[int], times: list[float], places: list[tuple[int, int, str]]
+) -> None:
+    events: list[ev.Event] = [
+        ev.Progress(step=3),
+        ev.CheckpointCommitted(name="c", step=4, reason="", seconds=1.0, size=1),
+        ev.Finished(step=5),
+        ev.AttemptStarted(job="1", restart_count=0, nodes=(), host="n1", via="x"),
+        ev.Submitted(job="1", via="x"),
+        ev.RequeueDone(job="1", method="x"),
+    ]
+    records = [
+        Record(
+            attempt=attempt,
+            launch=launch,
+            sequence=number,
+            time=times[number],
+            writer=f"{writer}-{attempt:08x}",
+            event=events[number % len(events)],
+        )
+        for number, (attempt, launch, writer) in enumerate(places)
+    ]
+    assert fold(records[number] for number in order) == fold(records)
+    ordered = in_order(records)
+    for writer in {record.writer for record in records}:
+        for attempt in (1, 2):
+            own = [r for r in ordered if (r.writer, r.attempt) == (writer, attempt)]
+            by_launch = [[r.sequence for r in own if r.launch == n] for n in (0, 1, 2)]
+            assert all(numbers == sorted(numbers) for numbers in by_launch)
+
+
+def test_a_clock_that_jumps_back_does_not_reorder_a_writer() -> None:
+    records = [
+        Record(attempt=1, launch=1, sequence=n, time=time, writer="supervisor-0", event=event)
+        for n, (time, event) in enumerate(
+            [
+                (100.0, ev.RequeueIntended(job="1", method="x", reason="")),
+                (40.0, ev.RequeueDone(job="1", method="x")),
+            ]
+        )
+    ]
+    assert fold(records).open_intent is None
+
+
+def test_what_a_fenced_attempt_writes_is_ignored() -> None:
+    story = Story().start().progress(10)
+    zombie = replace(story, records=story.records, sequences=story.sequences)
+    story.start().progress(20)
+    zombie.now = story.now + CLOCK_SKEW_S + 5
+    zombie.attempt = 1
+    zombie.commit(999).decide(Action.HOLD, rung=None)
+    state = story.state()
+    assert (state.status, state.committed_step, state.high_water) == (RunStatus.RUNNING, None, 20)
+
+
+def test_clocks_that_differ_a_little_fence_nobody() -> None:
+    story = Story().start()
+    before = replace(story, records=story.records, sequences=story.sequences)
+    story.start()
+    before.now = story.now + CLOCK_SKEW_S - 5
+    before.attempt = 1
+    before.commit(7)
+    assert story.state().committed_step == 7
+
+
+def test_a_person_is_never_fenced() -> None:
+    story = Story().start()
+    person = replace(story, records=story.records, sequences=story.sequences)
+    story.start().decide(Action.HOLD, rung=None)
+    person.attempt, person.launch = 2, 1 << 30
+    person.now = story.now + 10 * CLOCK_SKEW_S
+    assert person.submitted("43").state().status is RunStatus.SUBMITTED
+
+
+def test_what_was_written_twice_counts_once() -> None:
+    records = long_story()
+    doubled = [replace(r, writer=r.writer.partition("-")[0] + "-ffffffff") for r in records]
+    assert fold([*doubled, *records]) == fold(records) == fold([*records, *doubled])
+
+
+def test_an_attempt_whose_start_was_lost_still_counts_its_commits() -> None:
+    records = [r for r in long_story() if not isinstance(r.event, ev.AttemptStarted)]
+    state = fold(records)
+    assert (state.committed_step, state.status) == (40, RunStatus.FINISHED)
