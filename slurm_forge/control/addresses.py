@@ -1,0 +1,49 @@
+"""Under which addresses other nodes may reach a listening socket of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+
+__all__ = ["candidates", "connect", "format_addresses", "parse_addresses"]
+
+
+def candidates(interface_address: str | None = None) -> tuple[str, ...]:
+    """Names and addresses to try, best first.  ``interface_address`` is the site's own choice."""
+    found = [interface_address] if interface_address else []
+    name = socket.gethostname()
+    found.append(name)
+    # The name may be unknown to the resolver; the loopback below still serves one node.
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
+    found.append("127.0.0.1")
+    return tuple(dict.fromkeys(found))
+
+
+def format_addresses(hosts: Sequence[str], port: int) -> str:
+    """``host1,host2:port``."""
+    return f"{','.join(hosts)}:{port}"
+
+
+def parse_addresses(text: str) -> tuple[tuple[str, ...], int]:
+    """Hosts and port of ``host1,host2:port``; ``ValueError`` when it is not that."""
+    hosts, _, port = text.rpartition(":")
+    names = tuple(host for host in hosts.split(",") if host)
+    if not names or not port.isdecimal():
+        raise ValueError(f"not an address list: {text!r}")
+    return names, int(port)
+
+
+def connect(hosts: Sequence[str], port: int, timeout_s: float) -> socket.socket:
+    """Connect to the first host that answers; the last ``OSError`` when none does."""
+    error: OSError = OSError("no address")
+    for host in hosts:
+        try:
+            connection = socket.create_connection((host, port), timeout=timeout_s)
+        except OSError as failed:
+            error = failed
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    raise error

@@ -1,0 +1,46 @@
+"""What the conductor tells every rank of a launch, once, over the control channel."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["BRIEF_KEY", "LaunchBrief"]
+
+#: Key under which the conductor publishes the brief.
+BRIEF_KEY = "brief"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchBrief:
+    """What every rank of a launch must know and agree on, published by the conductor.
+
+    ``committed_step`` is the newest step that history says was committed: resuming from nothing is
+    refused where it is not None.
+    """
+
+    attempt: int
+    launch: int
+    plan: RecoveryPlan
+    committed_step: int | None
+
+    def to_text(self) -> str:
+        """JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> LaunchBrief:
+        """Read what ``to_text`` wrote."""
+        body = json.loads(text)
+        plan = body["plan"]
+        known = {f.name for f in fields(RecoveryPlan)}
+        given = {name: value for name, value in plan.items() if name in known}
+        given["exclude_nodes"] = tuple(given.get("exclude_nodes", ()))
+        return cls(
+            attempt=int(body["attempt"]),
+            launch=int(body["launch"]),
+            plan=RecoveryPlan(**given),
+            committed_step=body["committed_step"],
+        )

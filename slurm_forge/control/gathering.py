@@ -1,0 +1,239 @@
+"""Agreeing on one place in the program where all ranks act: pure, no clock, no sockets.
+
+The pattern is the one of JAX's preemption sync: each rank says which position it has passed, the
+target lies after the furthest, and a rank that would pass a position while a request has no target
+waits for it.  Positions inside a phase (evaluation, data wait) are used only when every rank is
+inside the same one; otherwise the target is the next step boundary.  Which phase it is tells its
+path, the names of the phases since the boundary: an evaluation of rank 0 alone shifts its count,
+and what is the first phase there is another one elsewhere, with collectives perhaps.
+
+``Gathering`` is the hub's side, ``Agreement`` a rank's.  What makes it safe: an answer to a round
+freezes the rank at its place until the target of that round is known to it, and answers and targets
+of an older round are ignored, however late they come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from slurm_forge.control.protocol import At, Request, Target
+from slurm_forge.vocabulary.position import LAST, Position
+
+__all__ = ["SETTLE_S", "Agreement", "Gathering", "Place"]
+
+#: How long a mixed picture (some ranks inside a phase, others about to enter it) may settle.
+SETTLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: it has passed ``position``, or it is ``waiting`` in front of it."""
+
+    position: Position
+    waiting: bool = False
+    path: str = ""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the rank is inside a phase that has not ended yet."""
+        return self.position.phase > 0 and self.position.poll < LAST
+
+    @property
+    def next_boundary(self) -> int:
+        """The first step boundary that the rank can still act at."""
+        at_boundary = self.position.phase == 0
+        return self.position.step + (0 if self.waiting and at_boundary else 1)
+
+
+@dataclass(slots=True)
+class Gathering:
+    """The answers to one request, and the target once it is known."""
+
+    world: int
+    asked_at: float
+    places: dict[int, Place] = field(default_factory=dict)
+    target: Position | None = None
+    #: How often it was asked anew; answers to an older round say nothing about this one.
+    round: int = 0
+    _previous: Position | None = None
+    _changed_at: float = 0.0
+
+    def take(self, rank: int, at: At, now: float) -> bool:
+        """Take an answer in; True if it asks anew, so that all ranks must be asked again."""
+        anew = at.round == self.round + 1 and self.target is not None
+        if anew:
+            self.reopen()
+        if at.round == self.round:
+            self.answer(rank, Place(at.position, at.waiting, at.path), now)
+        return anew
+
+    def answer(self, rank: int, place: Place, now: float) -> None:
+        """Take a rank's place in; a newer answer replaces the older one."""
+        self.places[rank] = place
+        self._changed_at = now
+
+    def reopen(self) -> None:
+        """Ask again: a rank is about to enter a phase that the target lies behind.
+
+        The old target stands unless every rank turns out to be inside or in front of that phase:
+        one of them may have acted on it already.
+        """
+        self._previous, self.target = self.target, None
+        self.round += 1
+        self.places.clear()
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not answered."""
+        return tuple(rank for rank in range(self.world) if rank not in self.places)
+
+    def settle(self, now: float) -> Position | None:
+        """The target, or None while the picture is incomplete or still mixed."""
+        if self.missing():
+            return None
+        target = self._common()
+        if target is None and now - self._changed_at >= SETTLE_S:
+            target = self._previous or self._next_boundary()
+        if target is not None:
+            self.target = target
+        return target
+
+    def _common(self) -> Position | None:
+        places = list(self.places.values())
+        if all(place.waiting for place in places) and len({p.position for p in places}) == 1:
+            return places[0].position
+        inside = [place for place in places if place.inside]
+        if not inside:
+            return self._previous or self._next_boundary()
+        phases = {(place.position.step, place.position.phase, place.path) for place in places}
+        if len(inside) == len(places) and len(phases) == 1:
+            step, phase, _ = phases.pop()
+            poll = max(p.position.poll + (0 if p.waiting else 1) for p in places)
+            return Position(step, phase, poll)
+        return None
+
+    def _next_boundary(self) -> Position:
+        return Position(max(place.next_boundary for place in self.places.values()))
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Request
+    target: Position | None = None
+
+
+class Agreement:
+    """What one rank has been asked, and where it is.  Not thread-safe: the member locks around it.
+
+    The program calls ``arrive`` in front of a position, waits while ``blocked``, then calls
+    ``go_on``; requests and targets come in between, at any time.
+    """
+
+    def __init__(self) -> None:
+        self._position = Position(0)
+        self._waiting_at: Position | None = None
+        self._entering = False
+        self._asked_anew: set[int] = set()
+        self._path = ""
+        self._arrived_at = self._position
+        self._pending: dict[int, _Pending] = {}
+        self._acted: set[int] = set()
+
+    @property
+    def position(self) -> Position:
+        """The last position passed."""
+        return self._position
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is asked for that is not done yet."""
+        return bool(self._pending)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the rank must wait here: a request has no target yet."""
+        return any(pending.target is None for pending in self._pending.values())
+
+    def asked(self, request: Request) -> At | None:
+        """A request, for the first time or anew: the answer, None for one of an older round."""
+        if request.id not in self._acted:
+            known = self._pending.get(request.id)
+            if known is not None and known.request.round > request.round:
+                return None
+            if known is None or known.request.round < request.round:
+                self._pending[request.id] = _Pending(request)
+        # Asked again after this rank has acted: it says where it is, no more.
+        return self._at(request)
+
+    def told(self, target: Target) -> At | None:
+        """The target of a round; what is to be said if it lies behind the phase to be entered.
+
+        One of an older round means nothing any more.
+        """
+        pending = self._pending.get(target.id)
+        if pending is None or pending.request.round != target.round:
+            return None
+        pending.target = target.position
+        return self._at(pending.request) if self._asks_anew(pending) else None
+
+    def arrive(self, position: Position, name: str = "", *, entering: bool = False) -> list[At]:
+        """Come to ``position``, in the phase ``name``; what is to be said before waiting.
+
+        ``entering`` a phase that a target lies behind asks the others anew, so that a stop need not
+        wait for the end of a long evaluation.
+        """
+        if position[:2] != self._arrived_at[:2]:
+            self._path = f"{self._path}/{name}" if position.phase > 0 else ""
+        self._arrived_at = position
+        if not self._pending:  # the path of every ordinary step
+            self._position = position
+            return []
+        self._waiting_at, self._entering = position, entering
+        self._asked_anew.clear()
+        for pending in self._pending.values():
+            self._asks_anew(pending)
+        waiting = [pending for pending in self._pending.values() if pending.target is None]
+        return [self._at(pending.request) for pending in waiting]
+
+    def go_on(self) -> tuple[Request, ...]:
+        """Pass the position arrived at; the requests due there, in an order that all ranks share.
+
+        By target: a rank whose phase ends before two targets meets both at once, where another
+        meets one after the other.
+        """
+        if self._waiting_at is None:
+            return ()
+        self._position, self._waiting_at = self._waiting_at, None
+        due = sorted(
+            (pending.target, number)
+            for number, pending in self._pending.items()
+            if pending.target is not None and pending.target <= self._position
+        )
+        self._acted.update(number for _, number in due)
+        return tuple(self._pending.pop(number).request for _, number in due)
+
+    def _asks_anew(self, pending: _Pending) -> bool:
+        """Give up a target behind the phase to be entered: once per phase, for the others may be
+        where nothing better can be agreed.
+        """
+        at, number = self._waiting_at, pending.request.id
+        if at is None or not self._entering or number in self._asked_anew:
+            return False
+        # A target inside this very phase was agreed with this rank in front of it: others may have
+        # acted on it and be inside still, so that asking anew would find another one.
+        if pending.target is None or pending.target[:2] <= at[:2]:
+            return False
+        self._asked_anew.add(number)
+        pending.request = replace(pending.request, round=pending.request.round + 1)
+        pending.target = None
+        return True
+
+    def _at(self, request: Request) -> At:
+        waiting = self._waiting_at is not None
+        position = self._position if self._waiting_at is None else self._waiting_at
+        return At(
+            id=request.id,
+            round=request.round,
+            position=position,
+            path=self._path,
+            waiting=waiting,
+        )

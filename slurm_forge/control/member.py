@@ -1,0 +1,238 @@
+"""A rank's end of the control channel.
+
+A reader thread answers requests the moment they come, whatever the main thread is doing; the main
+thread calls ``advance`` at every position it passes and is told what is due there.  Without a
+pending request ``advance`` takes a lock and compares two tuples: nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from slurm_forge.control import protocol as p
+from slurm_forge.control.addresses import connect
+from slurm_forge.control.gathering import Agreement
+from slurm_forge.errors import ControlChannelError
+from slurm_forge.vocabulary.position import Position
+
+__all__ = ["Member"]
+
+_BEAT_S = 1.0
+
+
+class Member:
+    """Connects a rank to the hub.  ``on_abort`` is called on the reader thread, once.
+
+    Losing the hub counts as an abort too: without it ranks can't agree on anything any more.
+    Before the hub's welcome both are a ``ControlChannelError`` of the constructor instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        nonce: str,
+        hosts: Sequence[str],
+        port: int,
+        host: str,
+        pid: int,
+        on_abort: Callable[[str], None],
+        connect_within_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._nonce = nonce
+        self._on_abort = on_abort
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._send_lock = threading.Lock()
+        self._agreement = Agreement()
+        self._started = False
+        self._phase = "start"
+        self._phase_since = clock()
+        self._published: dict[str, str] = {}
+        self._closing = False
+        self._lost = ""
+        try:
+            self._socket = connect(hosts, port, connect_within_s)
+        except OSError as error:
+            raise ControlChannelError(
+                f"rank {rank} can't reach the control channel at {','.join(hosts)}:{port}: {error}",
+                next_step="Can compute nodes open TCP connections to each other?  A site file can "
+                "name the interface (socket_interface).",
+            ) from error
+        self._welcomed = False
+        self._answered = threading.Event()
+        self.send(p.Hello(nonce=nonce, rank=rank, world=world_size, host=host, pid=pid))
+        self._thread = threading.Thread(target=self._serve, name="forge-channel", daemon=True)
+        self._thread.start()
+        self._answered.wait(connect_within_s)
+        if not self._welcomed:
+            reason = self._lost or "silence"
+            self.close()
+            raise ControlChannelError(
+                f"rank {rank} was not welcomed on the control channel ({reason})",
+                next_step="Is a rank of an older launch still alive on this node?",
+            )
+
+    # -- for the main thread ---------------------------------------------------------------
+
+    def advance(
+        self, position: Position, *, entering: bool = False, wait_s: float = 60.0
+    ) -> tuple[p.Request, ...]:
+        """Pass ``position``; the requests that are due there, in one order for all.
+
+        Waits while a request has no target yet.  ``entering`` a phase with a target behind it asks
+        the others anew, so that a stop need not wait for the end of a long evaluation.
+        """
+        with self._condition:
+            for answer in self._agreement.arrive(position, self._phase, entering=entering):
+                self.send(answer)
+            deadline = self._clock() + wait_s
+            while self._agreement.blocked:
+                left = deadline - self._clock()
+                if left <= 0 or self._lost:
+                    raise ControlChannelError(
+                        f"rank {self._rank} waited {wait_s:.0f} s for the others to agree on a "
+                        f"step ({self._lost or 'no target came'})",
+                        next_step="The launch is ended; the run goes on from its last checkpoint.",
+                    )
+                self._condition.wait(min(left, 1.0))
+            return self._agreement.go_on()
+
+    def enter(self, phase: str, *, started: bool = True) -> None:
+        """Say what the main thread is doing from now on (for heartbeats; nothing is sent here)."""
+        self._phase = phase
+        self._phase_since = self._clock()
+        self._started = self._started or started
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody has asked for something that is not done yet."""
+        return self._agreement.pending
+
+    def send(self, message: p.Message) -> None:
+        """Say something to the conductor.  A lost channel is not an error here."""
+        try:
+            self._send(message)
+        except OSError:
+            self._lost = self._lost or "the channel is closed"
+
+    def published(self, key: str, wait_s: float) -> str:
+        """The value that a rank published under ``key``; waits for it."""
+        deadline = self._clock() + wait_s
+        with self._condition:
+            while key not in self._published:
+                left = deadline - self._clock()
+                if left <= 0 or self._lost:
+                    raise ControlChannelError(
+                        f"rank {self._rank} waited {wait_s:.0f} s for {key} "
+                        f"({self._lost or 'rank 0 did not publish it'})",
+                        next_step="Look at the log of rank 0: it failed or is still starting.",
+                    )
+                self._condition.wait(min(left, 1.0))
+            return self._published[key]
+
+    def close(self) -> None:
+        """Leave on purpose: the end of the channel means nothing any more."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # already gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=2)
+        self._socket.close()
+
+    # -- the reader thread -----------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            reason = self._read()
+        except Exception as error:
+            # Whatever it was: a rank whose reader is dead would never hear of anything again.
+            reason = f"the reader of the channel failed: {error!r}"
+        self._end(reason)
+
+    def _read(self) -> str:
+        """Serve until the channel ends; why it did."""
+        buffer = b""
+        next_beat = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self._closing:
+                now = self._clock()
+                if now >= next_beat and self._welcomed:
+                    next_beat = now + _BEAT_S
+                    self.send(self._beat(now))
+                until_beat = max(0.0, next_beat - now) if self._welcomed else 0.05
+                if not selector.select(timeout=until_beat):
+                    continue
+                try:
+                    data = self._socket.recv(1 << 16)
+                except OSError:
+                    data = b""
+                if not data:
+                    return "the hub is gone"
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    reason = self._take(p.decode(line))
+                    if reason:
+                        return reason
+        return "closed"
+
+    def _beat(self, now: float) -> p.Beat:
+        return p.Beat(
+            step=self._agreement.position.step,
+            phase=self._phase,
+            since_s=round(now - self._phase_since, 3),
+            started=self._started,
+        )
+
+    def _take(self, message: p.Message) -> str:
+        """Act on a message; why the channel ends, or nothing."""
+        match message:
+            case p.Welcome():
+                if not p.same_nonce(message.nonce, self._nonce):
+                    return "the hub does not know the nonce"
+                self._welcomed = True
+                self._answered.set()
+            case p.Request():
+                with self._condition:
+                    answer = self._agreement.asked(message)
+                    if answer is not None:
+                        self.send(answer)
+                    self._condition.notify_all()
+            case p.Target():
+                with self._condition:
+                    answer = self._agreement.told(message)
+                    if answer is not None:
+                        self.send(answer)
+                    self._condition.notify_all()
+            case p.Publish():
+                with self._condition:
+                    self._published[message.key] = message.value
+                    self._condition.notify_all()
+            case p.Abort():
+                return message.reason or "the hub ended the launch"
+            case _:
+                pass
+        return ""
+
+    def _end(self, reason: str) -> None:
+        with self._condition:
+            self._lost = self._lost or reason
+            self._condition.notify_all()
+        wanted = self._closing or not self._welcomed
+        self._closing = True
+        self._answered.set()
+        if not wanted:
+            self._on_abort(reason)
+
+    def _send(self, message: p.Message) -> None:
+        data = p.encode(message)
+        with self._send_lock:
+            self._socket.sendall(data)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.control import LaunchBrief
+from slurm_forge.control import protocol as p
+from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.errors import ControlChannelError
+from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.position import LAST, Position
+
+KINDS: list[type[p.Message]] = [
+    kind
+    for kind in (getattr(p, name) for name in p.__all__)
+    if isinstance(kind, type) and issubclass(kind, p.Message) and kind.tag
+]
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+# Also halves of characters: a traceback may hold a file name that is no text.
+TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: NUMBERS,
+    str: TEXT,
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    str | None: st.none() | TEXT,
+    Position: st.builds(Position, NUMBERS, NUMBERS, NUMBERS),
+    p.RequestKind: st.sampled_from(list(p.RequestKind)),
+}
+
+
+def message_of(kind: type[p.Message]) -> st.SearchStrategy[p.Message]:
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{f.name: VALUES[hints[f.name]] for f in dataclasses.fields(kind)})
+
+
+MESSAGES = st.one_of(*(message_of(kind) for kind in KINDS))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_message_comes_back_as_it_was(kind: type[p.Message]) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(message_of(kind))
+    def back(message: p.Message) -> None:
+        line = p.encode(message)
+        assert line.endswith(b"\n")
+        assert line.count(b"\n") == 1
+        assert p.decode(line) == message
+
+    back()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300))
+def test_no_bytes_do_more_than_be_refused(line: bytes) -> None:
+    try:
+        p.decode(line)
+    except ControlChannelError as error:
+        assert error.next_step
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    message=MESSAGES,
+    key=TEXT,
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+def test_a_message_with_one_wrong_field_is_taken_or_refused(
+    message: p.Message, key: str, value: object
+) -> None:
+    body = json.loads(p.encode(message))
+    names = [name for name in body if name != "m"]
+    body[names[len(key) % len(names)] if names else key] = value
+    try:
+        found = p.decode(json.dumps(body).encode())
+    except ControlChannelError:
+        return
+    assert type(found) is type(message)
+    p.encode(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 60_000,
+        b'{"m":' * 10_000,
+        b'{"m":"beat","step":1,"phase":"x","since_s":1' + b"0" * 400 + b',"started":true}',
+        b'{"m":"beat","step":1,"phase":"x","since_s":NaN,"started":true}',
+        b'{"m":"beat","step":1' + b"0" * 5000 + b',"phase":"x","since_s":1,"started":true}',
+        b'{"m":"beat","step":18446744073709551616,"phase":"x","since_s":1,"started":true}',
+        b'{"m":"beat","step":true,"phase":"x","since_s":1,"started":true}',
+        b'{"m":"at","id":1,"round":0,"path":"","position":[1],"waiting":true}',
+        b'{"m":"at","id":1,"round":0,"path":"","position":[1,2,3,4],"waiting":true}',
+        b'{"m":"at","id":1,"round":0,"path":"","position":[1,2,true],"waiting":true}',
+        b'{"m":"notice"}',
+        b'{"m":"notice","what":"x","more":1}',
+        b'{"m":"unheard-of"}',
+        b"7",
+        b'"m"',
+        b"",
+    ],
+    ids=lambda line: repr(line[:50]),
+)
+def test_what_is_none_of_ours_is_refused(line: bytes) -> None:
+    with pytest.raises(ControlChannelError):
+        p.decode(line)
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "漢", "\U0001f525", "\udcff", "\n"])
+def test_last_words_always_fit_a_line_and_keep_their_end(letter: str) -> None:
+    failed = p.Failed(
+        step=5,
+        phase="train",
+        error="builtins.ValueError",
+        text=letter * 50_000 + "in short",
+        trace=letter * 50_000 + "ValueError: at last",
+        cause="app_error",
+        micro_batch=8,
+    )
+    line = p.encode(failed)
+    assert len(line) <= p.LINE_LIMIT
+    found = p.decode(line)
+    assert isinstance(found, p.Failed)
+    assert found.text.endswith("in short")
+    assert found.trace.endswith("ValueError: at last")
+    assert (found.step, found.cause) == (5, "app_error")
+
+
+def test_a_published_value_is_whole_or_an_error() -> None:
+    long = "n001," * 10_000
+    found = p.decode(p.encode(p.Publish(key="k", value=long)))
+    assert found == p.Publish(key="k", value=long)
+    with pytest.raises(ValueError, match="bytes"):
+        p.encode(p.Publish(key="k", value="x" * (1 << 17)))
+
+
+def test_nonces_are_compared_whatever_a_stranger_sends() -> None:
+    assert p.same_nonce("abc", "abc")
+    assert not p.same_nonce("abd", "abc")
+    assert not p.same_nonce("\ud800", "abc")
+
+
+def test_the_end_of_a_phase_survives_the_wire() -> None:
+    message = p.Target(id=1, round=0, position=Position(4, 1, LAST))
+    assert p.decode(p.encode(message)) == message
+
+
+@given(
+    factor=st.floats(0.01, 1),
+    excluded=st.lists(st.from_regex(r"n[0-9]{1,3}", fullmatch=True), max_size=5),
+    micro=st.none() | st.integers(1, 64),
+    committed=st.none() | st.integers(0, 10**9),
+)
+def test_ranks_read_the_brief_as_the_conductor_wrote_it(
+    factor: float, excluded: list[str], micro: int | None, committed: int | None
+) -> None:
+    brief = LaunchBrief(
+        attempt=3,
+        launch=2,
+        plan=RecoveryPlan(lr_factor=factor, micro_batch=micro, exclude_nodes=tuple(excluded)),
+        committed_step=committed,
+    )
+    assert LaunchBrief.from_text(brief.to_text()) == brief
+
+
+def test_addresses_go_through_one_variable_and_come_back() -> None:
+    hosts = candidates("10.1.2.3")
+    assert hosts[0] == "10.1.2.3"
+    assert "127.0.0.1" in hosts
+    assert parse_addresses(format_addresses(hosts, 4711)) == (hosts, 4711)
+    for text in ("", "host", ":80", "host:", "host:x"):
+        with pytest.raises(ValueError, match="not an address"):
+            parse_addresses(text)
