@@ -1,0 +1,217 @@
+"""The job file as a value: what to run, on what, how it is kept alive."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import Enum
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from slurm_forge.documents import wrong_key
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.spec.resources import Resources
+from slurm_forge.spec.types import (
+    Arguments,
+    Count,
+    Environment,
+    Factor,
+    PositiveDuration,
+    Section,
+    ShellText,
+    Steps,
+    check_printable,
+)
+
+__all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class BestMode(str, Enum):
+    """Whether a smaller or a larger metric is better."""
+
+    MIN = "min"
+    MAX = "max"
+
+
+class KeepBest(Section):
+    """Keep the checkpoint with the best value of a metric that the program logs."""
+
+    metric: str = Field(
+        strict=True, min_length=1, description="Name given to run.log, such as val_loss."
+    )
+    mode: BestMode = Field(default=BestMode.MIN, description="min: smaller is better.")
+
+
+class CheckpointSpec(Section):
+    """When checkpoints are written, and which of them stay."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "every": "every_minutes", "interval": "every_steps", "keep": "keep_last",
+        "max_to_keep": "keep_last", "save_total_limit": "keep_last", "best": "keep_best",
+    }  # fmt: skip
+
+    every_steps: Count | None = Field(
+        default=None, description="Save every so many optimizer steps."
+    )
+    every_minutes: Factor | None = Field(
+        default=10, description="Save when so many minutes have passed since the last one."
+    )
+    keep_last: Count = Field(default=3, description="How many of the newest checkpoints stay.")
+    keep_best: KeepBest | None = Field(
+        default=None, description="Keep the best one too, by a metric."
+    )
+    good_after_steps: Steps = Field(
+        default=20, description="Healthy steps after which a checkpoint is known to be good."
+    )
+
+    @property
+    def every(self) -> timedelta | None:
+        """Longest time between two checkpoints, or ``None``."""
+        return None if self.every_minutes is None else timedelta(minutes=self.every_minutes)
+
+
+class ProbeSpec(Section):
+    """The regular check that all ranks still answer."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "interval": "every", "timeout": "deadline", "on": "enabled", "off": "enabled",
+    }  # fmt: skip
+
+    enabled: bool = Field(default=True, strict=True, description="false switches the probe off.")
+    every: PositiveDuration = Field(
+        default=timedelta(seconds=60), description="Time between two probes."
+    )
+    deadline: PositiveDuration = Field(
+        default=timedelta(seconds=30), description="A rank that answers later counts as hung."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switched_off_by_its_key(cls, data: object) -> object:
+        if data is False:
+            raise ValueError('to switch the probe off, write "probe: {enabled: false}"')
+        return data
+
+
+def _check_name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError(
+            "a name is 1 to 64 letters, digits, dots, dashes and underscores, "
+            "and starts with a letter or a digit"
+        )
+    return text
+
+
+def _check_entry(text: str) -> str:
+    check_printable(text)
+    place, colon, function = text.rpartition(":")
+    if not colon:
+        raise ValueError('says no function; write "package.module:train" or "path/file.py:train"')
+    if not _is_dotted_name(function):
+        raise ValueError(f'"{function}" is not the name of a function')
+    if place.endswith(".py"):
+        if place.startswith("-") or ":" in place:
+            raise ValueError(f'"{place}" is not a path that can be run: it holds ":" or starts "-"')
+    elif not _is_dotted_name(place):
+        raise ValueError(
+            f'"{place}" is neither a module ("package.module") nor a path to a .py file'
+        )
+    return text
+
+
+def _is_dotted_name(text: str) -> bool:
+    return all(part.isidentifier() and not keyword.iskeyword(part) for part in text.split("."))
+
+
+def _check_command(words: tuple[str, ...]) -> tuple[str, ...]:
+    if not words[0] or words[0].startswith("-"):
+        raise wrong_key((0,), "the first word must be the program to run")
+    return words
+
+
+def _command(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError('expected a list of words, such as [python, train.py, "--lr=0.1"]')
+    # To pydantic this is Python from here on, and strict Python takes no list for a tuple.
+    return tuple(value) if isinstance(value, list) else value
+
+
+class JobSpec(Section):
+    """One job file.  Everything has a default but ``name`` and one of ``entry`` and ``command``."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "job_name": "name", "script": "command", "cmd": "command", "run": "command",
+        "target": "entry", "function": "entry", "module": "entry", "environment": "env",
+        "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
+        "before": "setup", "init": "setup",
+        **{key: f"resources.{key}" for key in Resources.model_fields},
+        **{key: f"resources.{meant}" for key, meant in Resources.known_as.items()},
+    }  # fmt: skip
+
+    name: Annotated[str, Field(strict=True), AfterValidator(_check_name)] = Field(
+        description="Name of the run: of its folder, and of the Slurm job."
+    )
+    entry: Annotated[str, Field(strict=True), AfterValidator(_check_entry)] | None = Field(
+        default=None,
+        description='Function to call: "package.module:train" or "path/file.py:train".',
+    )
+    command: (
+        Annotated[
+            tuple[ShellText, ...],
+            Field(min_length=1),
+            BeforeValidator(_command),
+            AfterValidator(_check_command),
+        ]
+        | None
+    ) = Field(default=None, description="Program and its words, instead of entry.")
+    args: Arguments = Field(default_factory=dict, description="What the entry reads as run.args.")
+    resources: Resources = Field(
+        default_factory=Resources, description="What the job asks of Slurm."
+    )
+    checkpoint: CheckpointSpec = Field(
+        default_factory=CheckpointSpec, description="When checkpoints are written, which stay."
+    )
+    recovery: Recovery = Field(
+        default_factory=Recovery, description="What is done about each cause, in order."
+    )
+    probe: ProbeSpec = Field(
+        default_factory=ProbeSpec,
+        description="Whether and how often all ranks are asked to answer.",
+    )
+    seed: int = Field(
+        default=0, strict=True, ge=0, lt=2**63, description="Seed of sample order and randomness."
+    )
+    batch_coupled: bool = Field(
+        default=False,
+        strict=True,
+        description="true where samples of a micro-batch influence each other (BatchNorm, "
+        "contrastive losses): the micro-batch is then never made smaller.",
+    )
+    lead: PositiveDuration | None = Field(
+        default=None,
+        description="How long before the end of the time limit a save is begun; "
+        "without it, from measured save times.",
+    )
+    setup: tuple[ShellText, ...] = Field(
+        default=(), description="Shell lines of the batch script before the launch (module load …)."
+    )
+    env: Environment = Field(default_factory=dict, description="Environment variables of the job.")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> JobSpec:
+        if self.entry is None and self.command is None:
+            raise ValueError(
+                'nothing to run; add entry ("package.module:train") or command ([python, train.py])'
+            )
+        if self.entry is not None and self.command is not None:
+            raise wrong_key("command", "entry says what to run already; keep one of the two")
+        if self.command is not None and self.args:
+            raise wrong_key("args", "only an entry reads args; put them into command")
+        if self.lead and self.resources.time and self.lead >= self.resources.time:
+            raise wrong_key("lead", "not shorter than resources.time: nothing would be trained")
+        return self

@@ -1,0 +1,268 @@
+"""The recovery ladders: for each cause the rungs that are tried in order, then hold.
+
+What each rung does is decided elsewhere; here is what can be asked for, and what is asked for
+when the user says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from slurm_forge.documents import did_you_mean, wrong_key
+from slurm_forge.spec.types import Count, Factor, Section, Steps
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+
+__all__ = ["Ladder", "Recovery", "Rung", "SkipSamples", "default_recovery"]
+
+
+class SkipSamples(str, Enum):
+    """Which samples a rollback leaves out when it trains again from the good checkpoint."""
+
+    NONE = "none"
+    #: Those of the steps between the onset of the instability and the incident.
+    WINDOW = "window"
+
+
+_RUNGS = tuple(action for action in Action if action is not Action.STOP)
+_STATE_KEYS = ("lr_scale", "ramp_steps", "skip_samples")
+
+#: The keys that each action takes beside ``do``.
+_KEYS: dict[Action, tuple[str, ...]] = {
+    Action.WARN: ("times",),
+    Action.SKIP: ("times",),
+    Action.ROLLBACK: ("times", *_STATE_KEYS),
+    Action.SHRINK_MICRO_BATCH: ("times", "factor"),
+    Action.RAISE_MEM: ("times", "factor"),
+    Action.RELAUNCH: ("times", "exclude_node", *_STATE_KEYS),
+    Action.REQUEUE: ("times", "exclude_node"),
+    Action.HOLD: (),
+    Action.RAISE: (),
+}
+_DEFAULT_FACTOR = {Action.SHRINK_MICRO_BATCH: 0.5, Action.RAISE_MEM: 1.5}
+_FINAL = frozenset({Action.HOLD, Action.RAISE})
+
+
+def _rung_action(value: object) -> Action:
+    words = [action.value for action in _RUNGS]
+    if value in _RUNGS or value in words:
+        # Made here: to pydantic this is Python from here on, and strict Python takes no text.
+        return Action(value)
+    raise ValueError(f"unknown value {json.dumps(str(value))} {did_you_mean(str(value), words)}")
+
+
+class Rung(Section):
+    """One thing to do about a cause, and how often.  Keys that its ``do`` ignores are errors."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "action": "do", "count": "times", "retries": "times", "max": "times", "limit": "times",
+        "lr_factor": "lr_scale", "lr": "lr_scale", "exclude": "exclude_node",
+    }  # fmt: skip
+
+    do: Annotated[Action, BeforeValidator(_rung_action)] = Field(description="What is done.")
+    times: Count | None = Field(
+        default=None,
+        description="How often, before the next rung; without it, without limit. "
+        "For skip: consecutive steps.",
+    )
+    factor: Factor | None = Field(
+        default=None,
+        description="For shrink_micro_batch (below 1, 0.5) and raise_mem (above 1, 1.5).",
+    )
+    lr_scale: Factor = Field(
+        default=1.0, le=1, description="Factor on the learning rate afterwards."
+    )
+    ramp_steps: Steps = Field(
+        default=0, description="Steps until the learning rate is back; 0 means that it stays."
+    )
+    skip_samples: SkipSamples = Field(
+        default=SkipSamples.NONE, description="window: leave out the samples of the unstable steps."
+    )
+    exclude_node: bool = Field(
+        default=False, strict=True, description="Leave out the node that the incident started on."
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong(self) -> Rung:
+        takes = _KEYS[self.do]
+        for key in type(self).model_fields:
+            if key in self.model_fields_set and key not in ("do", *takes):
+                known = f"it takes {', '.join(takes)}" if takes else "it takes nothing else"
+                raise wrong_key(key, f'does not belong to "do: {self.do.value}" ({known})')
+        if self.factor is None and self.do in _DEFAULT_FACTOR:
+            # Frozen for everybody else.  (A validator that runs before would have to be handed
+            # plain Python, where strictness means something else.)
+            object.__setattr__(self, "factor", _DEFAULT_FACTOR[self.do])
+        if self.do is Action.SHRINK_MICRO_BATCH and not (self.factor or 0) < 1:
+            raise wrong_key("factor", f"expected less than 1, got {self.factor}")
+        if self.do is Action.RAISE_MEM and not 1 < (self.factor or 0) <= 16:
+            raise wrong_key("factor", f"expected more than 1 and at most 16, got {self.factor}")
+        if self.ramp_steps and self.lr_scale == 1.0:
+            raise wrong_key("ramp_steps", "there is nothing to ramp without lr_scale below 1")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_what_counts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written = handler(self)
+        fields = type(self).model_fields
+        return {
+            key: value
+            for key, value in written.items()
+            if key == "do" or (key in _KEYS[self.do] and getattr(self, key) != fields[key].default)
+        }
+
+
+Ladder = tuple[Rung, ...]
+
+_ENDINGS = frozenset({Action.REQUEUE, Action.HOLD})
+_PROCESS = _ENDINGS | {Action.RELAUNCH}
+_WATCHED = _PROCESS | {Action.WARN}
+_NUMERIC = _WATCHED | {Action.SKIP, Action.ROLLBACK, Action.RAISE}
+
+#: What can cure what.
+_CURES: dict[Cause, frozenset[Action]] = {
+    Cause.PREEMPTED: _ENDINGS,
+    Cause.TIME_LIMIT: _ENDINGS,
+    Cause.ADMIN_REQUEUE: _ENDINGS,
+    Cause.NODE_FAIL: _PROCESS,
+    Cause.CUDA_OOM: _PROCESS | {Action.SHRINK_MICRO_BATCH, Action.RAISE},
+    Cause.HOST_OOM: _PROCESS | {Action.RAISE_MEM},
+    Cause.NON_FINITE: _NUMERIC,
+    Cause.LOSS_SPIKE: _NUMERIC,
+    Cause.NCCL_ERROR: _PROCESS,
+    Cause.HANG: _WATCHED,
+    Cause.GPU_ERROR: _PROCESS,
+    Cause.STORAGE: _WATCHED,
+    Cause.CRASH: _PROCESS,
+    Cause.APP_ERROR: _PROCESS,
+    Cause.ENV_MISMATCH: _WATCHED,
+    Cause.CHECKPOINT_BAD: _PROCESS,
+    Cause.EXTERNAL_SERVICE: _WATCHED,
+    Cause.UNKNOWN: _PROCESS,
+}
+#: Interruptions that are nobody's fault and may come any number of times.
+_UNLIMITED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
+
+
+def _requeue(times: int | None = None, *, exclude_node: bool = False) -> Rung:
+    return Rung(do=Action.REQUEUE, times=times, exclude_node=exclude_node)
+
+
+def _relaunch(times: int) -> Rung:
+    return Rung(do=Action.RELAUNCH, times=times)
+
+
+def _rollback(skip: SkipSamples) -> Rung:
+    return Rung(do=Action.ROLLBACK, times=2, lr_scale=0.5, ramp_steps=200, skip_samples=skip)
+
+
+@cache
+def _default_ladders() -> Mapping[Cause, Ladder]:
+    """What is done when the user says nothing: first what costs seconds, then the queue.
+
+    Made on first use: building the model of a rung would slow every start of the command line.
+    """
+    skip = Rung(do=Action.SKIP, times=3)
+    stuck = (_relaunch(2), _requeue(3, exclude_node=True))
+    return {
+        Cause.PREEMPTED: (_requeue(),),
+        Cause.TIME_LIMIT: (_requeue(),),
+        Cause.ADMIN_REQUEUE: (_requeue(),),
+        Cause.NODE_FAIL: (_requeue(10, exclude_node=True),),
+        Cause.CUDA_OOM: (Rung(do=Action.SHRINK_MICRO_BATCH, times=3),),
+        Cause.HOST_OOM: (Rung(do=Action.RAISE_MEM, times=2),),
+        Cause.NON_FINITE: (skip, _rollback(SkipSamples.WINDOW)),
+        Cause.LOSS_SPIKE: (skip, _rollback(SkipSamples.NONE)),
+        Cause.NCCL_ERROR: stuck,
+        Cause.HANG: stuck,
+        Cause.GPU_ERROR: (_requeue(3, exclude_node=True),),
+        Cause.STORAGE: (_relaunch(1), _requeue(3)),
+        Cause.CRASH: (_relaunch(1), _requeue(2, exclude_node=True)),
+        Cause.APP_ERROR: (_relaunch(1), _requeue(1)),
+        # The same environment would differ again, and what differs is for a human to judge.
+        Cause.ENV_MISMATCH: (),
+        Cause.CHECKPOINT_BAD: (_relaunch(1),),
+        Cause.EXTERNAL_SERVICE: (_relaunch(2), _requeue(5)),
+        Cause.UNKNOWN: (_requeue(2),),
+    }
+
+
+def _ladder(cause: Cause, description: str) -> Ladder:
+    field: Ladder = Field(
+        default_factory=lambda: _default_ladders()[cause], description=description
+    )
+    return field
+
+
+class Recovery(Section):
+    """What is done about each cause, in order; after the last rung the run is held."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "nan": "non_finite", "inf": "non_finite", "oom": "cuda_oom", "gpu_oom": "cuda_oom",
+        "out_of_memory": "host_oom", "timeout": "time_limit", "preemption": "preempted",
+        "spike": "loss_spike", "nccl": "nccl_error", "deadlock": "hang", "exception": "app_error",
+    }  # fmt: skip
+
+    preempted: Ladder = _ladder(Cause.PREEMPTED, "A job with more right took the nodes.")
+    time_limit: Ladder = _ladder(Cause.TIME_LIMIT, "The time limit of the attempt ended.")
+    admin_requeue: Ladder = _ladder(Cause.ADMIN_REQUEUE, "An administrator requeued the job.")
+    node_fail: Ladder = _ladder(Cause.NODE_FAIL, "Slurm lost a node of the job.")
+    cuda_oom: Ladder = _ladder(Cause.CUDA_OOM, "A GPU ran out of memory.")
+    host_oom: Ladder = _ladder(Cause.HOST_OOM, "The kernel killed a process for memory.")
+    non_finite: Ladder = _ladder(Cause.NON_FINITE, "NaN or infinity in loss or gradient.")
+    loss_spike: Ladder = _ladder(Cause.LOSS_SPIKE, "The loss left its band.")
+    nccl_error: Ladder = _ladder(Cause.NCCL_ERROR, "Communication between ranks failed.")
+    hang: Ladder = _ladder(Cause.HANG, "No progress within the deadline.")
+    gpu_error: Ladder = _ladder(Cause.GPU_ERROR, "A GPU reported a fault of its hardware.")
+    storage: Ladder = _ladder(Cause.STORAGE, "The file system failed or is full.")
+    crash: Ladder = _ladder(Cause.CRASH, "A rank was killed by a signal.")
+    app_error: Ladder = _ladder(Cause.APP_ERROR, "The program raised an exception.")
+    env_mismatch: Ladder = _ladder(Cause.ENV_MISMATCH, "The environment is not that of the start.")
+    checkpoint_bad: Ladder = _ladder(Cause.CHECKPOINT_BAD, "Checkpoints exist, none can be used.")
+    external_service: Ladder = _ladder(Cause.EXTERNAL_SERVICE, "A service outside is silent.")
+    unknown: Ladder = _ladder(Cause.UNKNOWN, "It ended, and nothing says why.")
+
+    @model_validator(mode="after")
+    def _every_rung_can_be_reached_and_left(self) -> Recovery:
+        for cause in _CURES:
+            ladder = self.ladder(cause)
+            for index, rung in enumerate(ladder):
+                _check_rung(cause, ladder, index, rung)
+        return self
+
+    def ladder(self, cause: Cause) -> Ladder:
+        """The rungs for a cause in order; none for what is not ours to undo (a user's cancel)."""
+        return getattr(self, cause.value) if cause in _CURES else ()
+
+
+def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
+    def wrong(key: str, message: str) -> Exception:
+        return wrong_key((cause.value, index, key), message)
+
+    if rung.do not in _CURES[cause]:
+        cures = ", ".join(action.value for action in Action if action in _CURES[cause])
+        raise wrong("do", f'"{rung.do.value}" does nothing about {cause.value} (try: {cures})')
+    endless = rung.times is None and rung.do not in _FINAL
+    if endless and cause not in _UNLIMITED and rung.do is not Action.WARN:
+        limitless = ", ".join(each.value for each in Cause if each in _UNLIMITED)
+        raise wrong("do", f'say how often ("times: 2"); only {limitless} may go on without limit')
+    if index + 1 < len(ladder) and (endless or rung.do in _FINAL):
+        why = "has no times and goes on without limit" if endless else "ends the ladder"
+        raise wrong("do", f'"{rung.do.value}" {why}: remove the rungs behind it')
+
+
+def default_recovery() -> Recovery:
+    """The ladders in force for a job file that says nothing about recovery."""
+    return Recovery()

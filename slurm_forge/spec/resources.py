@@ -1,0 +1,142 @@
+"""What the job asks of Slurm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from slurm_forge.documents import wrong_key
+from slurm_forge.spec.types import (
+    Count,
+    DirectiveText,
+    Gpus,
+    Memory,
+    Section,
+    TimeLimit,
+    check_printable,
+    text_of_number,
+)
+
+__all__ = ["Resources"]
+
+_OPTION = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+#: Options that have a key of their own: said twice, one of the two would win silently.
+_OWN_KEYS = {
+    "nodes": "resources.nodes", "ntasks": "resources.tasks_per_node",
+    "ntasks-per-node": "resources.tasks_per_node", "cpus-per-task": "resources.cpus_per_task",
+    "gpus-per-node": "resources.gpus_per_node", "gpus-per-task": "resources.gpus_per_task",
+    "mem": "resources.mem", "time": "resources.time", "partition": "resources.partition",
+    "account": "resources.account", "qos": "resources.qos",
+    "constraint": "resources.constraint", "exclude": "resources.exclude",
+    "nodelist": "resources.nodelist", "gres": "resources.gres",
+    "reservation": "resources.reservation", "job-name": "name", "export": "env",
+    "export-file": "env", "signal": "lead", "wrap": "command",
+}  # fmt: skip
+#: Options that the recovery of a run rests on, or that make sbatch do something else.
+_RESERVED = frozenset({
+    "array", "chdir", "error", "get-user-env", "gid", "help", "ignore-pbs", "input", "no-requeue",
+    "open-mode", "output", "parsable", "quiet", "requeue", "test-only", "uid", "usage", "verbose",
+    "version", "wait",
+})  # fmt: skip
+
+
+def _extra(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    options = {}
+    for option, given in value.items():
+        if not isinstance(option, str) or not _OPTION.fullmatch(option):
+            raise wrong_key(
+                str(option),
+                "not the long name of an sbatch option "
+                "(small letters, digits and dashes, without the leading --)",
+            )
+        if option in _OWN_KEYS:
+            raise wrong_key(option, f'write it as "{_OWN_KEYS[option]}"')
+        if option in _RESERVED:
+            raise wrong_key(option, "slurm_forge sets this option itself; remove it")
+        try:
+            options[option] = _option_value(given)
+        except ValueError as error:
+            raise wrong_key(option, str(error)) from None
+    return options
+
+
+def _option_value(given: Any) -> str:
+    if given is True:
+        return ""
+    if given is None or given is False:
+        raise ValueError("write true for an option without a value, or remove it")
+    text = text_of_number(given)
+    if not isinstance(text, str):
+        raise ValueError("expected text, a whole number or true")
+    check_printable(text)
+    if text.startswith("-"):
+        raise ValueError('starts with "-", which Slurm would read as another option')
+    if text != text.strip():
+        raise ValueError("begins or ends with a space")
+    if any(character in text for character in "\"'\\"):
+        raise ValueError("quotes and \\ are not allowed here")
+    return text
+
+
+class Resources(Section):
+    """What the job asks of Slurm; what is left out is left to the site and the partition."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "ntasks_per_node": "tasks_per_node", "ntasks": "tasks_per_node",
+        "tasks": "tasks_per_node", "cpus": "cpus_per_task", "gpus": "gpus_per_node",
+        "memory": "mem", "mem_gb": "mem", "walltime": "time", "timeout": "time",
+        "timeout_min": "time", "time_limit": "time", "queue": "partition",
+        "num_nodes": "nodes", "nnodes": "nodes", "exclude_nodes": "exclude",
+        "exclusive": "extra.exclusive", "additional_parameters": "extra", "sbatch": "extra",
+    }  # fmt: skip
+
+    nodes: Count = Field(default=1, description="Number of nodes.")
+    tasks_per_node: Count = Field(default=1, description="Processes (ranks) per node, one per GPU.")
+    cpus_per_task: Count | None = Field(default=None, description="CPU cores per process.")
+    gpus_per_node: Gpus | None = Field(default=None, description='GPUs per node: 8, or "a100:8".')
+    gpus_per_task: Gpus | None = Field(
+        default=None, description="GPUs per process, instead of per node."
+    )
+    mem: Memory | None = Field(
+        default=None,
+        description='Memory per node ("4G"; without a unit MiB; 0 is all of the node).',
+    )
+    time: TimeLimit | None = Field(
+        default=None,
+        description='Time limit of one attempt ("48:00:00"); the run goes on beyond it.',
+    )
+    partition: DirectiveText | None = Field(
+        default=None, description="Partition, or several with commas."
+    )
+    account: DirectiveText | None = Field(default=None, description="Account that is charged.")
+    qos: DirectiveText | None = Field(default=None, description="Quality of service.")
+    constraint: DirectiveText | None = Field(
+        default=None, description="Node features that are needed."
+    )
+    exclude: DirectiveText | None = Field(default=None, description="Nodes never to use, n[1-3,7].")
+    nodelist: DirectiveText | None = Field(default=None, description="Nodes to use in any case.")
+    gres: DirectiveText | None = Field(
+        default=None, description="Other generic resources, per node."
+    )
+    reservation: DirectiveText | None = Field(default=None, description="Reservation to run in.")
+    extra: Annotated[dict[str, str], BeforeValidator(_extra)] = Field(
+        default_factory=dict,
+        description="Any other sbatch option by its long name; true where it takes no value.",
+    )
+
+    @model_validator(mode="after")
+    def _gpus_once(self) -> Resources:
+        if self.gpus_per_node is not None and self.gpus_per_task is not None:
+            raise wrong_key("gpus_per_task", "gpus_per_node says it already; keep one of the two")
+        return self
+
+    @property
+    def tasks(self) -> int:
+        """Number of processes in the job: the world size."""
+        return self.nodes * self.tasks_per_node

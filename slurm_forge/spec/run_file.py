@@ -1,0 +1,43 @@
+"""``run.yaml``: the job as submitted, and what the site and the submitter add to start it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from slurm_forge.documents import build, dump, read
+from slurm_forge.spec.job import JobSpec
+from slurm_forge.spec.types import Section
+
+__all__ = ["RunFile", "read_run_file"]
+
+
+class RunFile(Section):
+    """Everything that a later start of the run needs and that nobody may change in between.
+
+    ``submitted_from`` is the folder that relative paths and module names start from, ``python`` the
+    interpreter of the ranks.  ``env`` and ``srun_options`` are the site's.
+    """
+
+    submitted_from: str
+    python: str
+    site: str = "generic"
+    socket_interface: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    srun_options: tuple[str, ...] = ()
+    job: JobSpec
+
+    def to_yaml(self) -> str:
+        """The text of ``run.yaml``; reading it gives an equal value."""
+        return dump(self.model_dump(mode="json"))
+
+    @property
+    def folder(self) -> Path:
+        """``submitted_from`` as a path."""
+        return Path(self.submitted_from)
+
+
+def read_run_file(path: Path) -> RunFile:
+    """Read ``run.yaml``: only we or root may be able to write it (``UnsafeFileError``)."""
+    return build(RunFile, read(path, trusted=True))
