@@ -1,0 +1,432 @@
+"""Facts as they were observed on real Slurms, and the cause that they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.recovery import LaunchFacts, classify
+from slurm_forge.recovery.classify import LostRank, RankFailure
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.vocabulary.cause import Cause, Confidence
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
+LIMIT = timedelta(hours=4)
+RUNNING = JobRecord(
+    job_id=42,
+    name="tiny",
+    state=JobState.RUNNING,
+    state_text="RUNNING",
+    start_time=NOW - timedelta(hours=1),
+    end_time=NOW + timedelta(hours=3),
+    time_limit=LIMIT,
+)
+
+
+def job(state: JobState = JobState.RUNNING, **changes: Any) -> JobRecord:
+    return replace(RUNNING, state=state, state_text=state.value, **changes)
+
+
+def failed(cause: Cause, rank: int = 2, **changes: Any) -> RankFailure:
+    made = RankFailure(
+        rank=rank, host=f"n{rank}", cause=cause, step=70, text=cause.value, micro_batch=8
+    )
+    return replace(made, **changes)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    cause: Cause
+    confidence: Confidence
+    facts: dict[str, Any]
+    hosts: tuple[str, ...] = ()
+    rank: int | None = None
+    says: str = ""
+
+
+IN_GRACE = job(preempt_time=NOW, end_time=NOW + timedelta(seconds=10))
+ENDING_NOW = job(JobState.COMPLETING, end_time=NOW)
+TERM = {"rank_signals": ("SIGTERM",)}
+BOTH = {**TERM, "batch_signals": ("SIGTERM",)}
+KILLED_NODE = "srun: error: Node failure on n2\nsrun: Job step aborted: Waiting up to 7 seconds"
+OOM = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4.0\nsrun: task 0: Out Of Memory"
+
+CASES = [
+    Case(
+        "preempted with grace: the steps got SIGTERM, the job still runs, PreemptTime is set",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**TERM, "job_first": RUNNING, "job": IN_GRACE, "job_now": IN_GRACE, "stopped_at": 70},
+        says="PreemptTime=12:00:00 EndTime=12:00:10",
+    ),
+    Case(
+        "preempted without grace: requeued by Slurm already, which counts it as a restart",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(JobState.COMPLETING, preempt_time=NOW, restarts=1),
+        },
+    ),
+    Case(
+        "the preemption is seen only by the second question",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**TERM, "job": RUNNING, "job_now": IN_GRACE},
+    ),
+    Case(
+        "preempted, and a rank failed on its way out",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**TERM, "job": IN_GRACE, "failures": (failed(Cause.APP_ERROR),)},
+    ),
+    Case(
+        "scancel: steps and batch step in the same moment, COMPLETING, EndTime now",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {**BOTH, "job_first": RUNNING, "job": ENDING_NOW},
+        says="JobState=COMPLETING",
+    ),
+    Case(
+        "scancel where rank 0 conducts and nobody sees the batch step",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {**TERM, "job_first": RUNNING, "job": ENDING_NOW},
+    ),
+    Case(
+        "scancel, and Slurm has finished with it",
+        Cause.USER_CANCELLED,
+        Confidence.CERTAIN,
+        {**BOTH, "job_first": RUNNING, "job": job(JobState.CANCELLED, end_time=NOW)},
+    ),
+    Case(
+        "an administrator's requeue: COMPLETING as after scancel, but Restarts has gone up",
+        Cause.ADMIN_REQUEUE,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(JobState.COMPLETING, restarts=1, start_time=NOW, end_time=NOW + LIMIT),
+        },
+        says="Restarts from 0 to 1",
+    ),
+    Case(
+        "requeued, pending already",
+        Cause.ADMIN_REQUEUE,
+        Confidence.LIKELY,
+        {**BOTH, "job": job(JobState.PENDING, end_time=None, start_time=None)},
+    ),
+    Case(
+        "the time limit, by our own clock",
+        Cause.TIME_LIMIT,
+        Confidence.CERTAIN,
+        {"due_time_limit": True, "lead": timedelta(minutes=2), "job": RUNNING},
+        says="lead 120 s",
+    ),
+    Case(
+        "the time limit, by Slurm's warning signal",
+        Cause.TIME_LIMIT,
+        Confidence.LIKELY,
+        {
+            "rank_signals": ("SIGUSR1",),
+            "job": job(
+                start_time=NOW - LIMIT + timedelta(seconds=60),
+                end_time=NOW + timedelta(seconds=60),
+            ),
+        },
+        says="start plus TimeLimit",
+    ),
+    Case(
+        "the time limit was reached and Slurm noticed some seconds late",
+        Cause.TIME_LIMIT,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(
+                JobState.COMPLETING,
+                start_time=NOW - LIMIT - timedelta(seconds=25),
+                end_time=NOW,
+            ),
+        },
+    ),
+    Case(
+        "the STOP file, whatever else is seen",
+        Cause.STOP_REQUESTED,
+        Confidence.CERTAIN,
+        {"stop_file": True, **TERM, "job": IN_GRACE, "failures": (failed(Cause.APP_ERROR),)},
+    ),
+    Case(
+        "a signal by hand: nothing in Slurm's records explains it",
+        Cause.PREEMPTED,
+        Confidence.GUESS,
+        {**TERM, "job_first": RUNNING, "job": RUNNING, "job_now": RUNNING, "stopped_at": 70},
+        says="SIGTERM without anything",
+    ),
+    Case(
+        "a signal, and the controller does not answer",
+        Cause.PREEMPTED,
+        Confidence.GUESS,
+        {**TERM, "stopped_at": 70},
+    ),
+    Case(
+        "the kernel killed a rank for memory",
+        Cause.HOST_OOM,
+        Confidence.LIKELY,
+        {"lost": (LostRank(1, "n1"),), "exit_status": 143, "launcher_text": OOM},
+        hosts=("n1",),
+        rank=1,
+        says="rank 1: on n1: gone",
+    ),
+    Case(
+        "a rank was killed for memory, and srun's SIGTERM for the others came first",
+        Cause.HOST_OOM,
+        Confidence.LIKELY,
+        {**TERM, "job": RUNNING, "exit_status": 143, "launcher_text": OOM},
+    ),
+    Case(
+        "a node died",
+        Cause.NODE_FAIL,
+        Confidence.LIKELY,
+        {"exit_status": 143, "launcher_text": KILLED_NODE},
+        hosts=("n2",),
+    ),
+    Case(
+        "a node died, and the job is being ended and requeued: not a cancellation",
+        Cause.NODE_FAIL,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(JobState.COMPLETING, end_time=NOW, restarts=1),
+            "launcher_text": KILLED_NODE,
+        },
+        hosts=("n2",),
+    ),
+    Case(
+        "a node died, and only the job's record says so",
+        Cause.NODE_FAIL,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(JobState.COMPLETING, end_time=NOW, restarts=1, failed_node="n7"),
+            "lost": (LostRank(4, "n4"), LostRank(7, "n7")),
+        },
+        hosts=("n7",),
+        rank=7,
+        says="FailedNode=n7",
+    ),
+    Case(
+        "several nodes died: no name that could be excluded",
+        Cause.NODE_FAIL,
+        Confidence.LIKELY,
+        {"exit_status": 143, "launcher_text": "srun: error: Node failure on n[2-3]"},
+    ),
+    Case(
+        "the failed node of an earlier attempt is still in the record",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {
+            "job_first": job(failed_node="n7"),
+            "job_now": job(failed_node="n7"),
+            "lost": (LostRank(0, "n1"),),
+        },
+        hosts=("n1",),
+        rank=0,
+    ),
+    Case(
+        "NaN, given up",
+        Cause.NON_FINITE,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.NON_FINITE, 0), failed(Cause.NON_FINITE, 1))},
+        hosts=("n0",),
+        rank=0,
+    ),
+    Case(
+        "an exception of the program",
+        Cause.APP_ERROR,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.APP_ERROR),), "exit_status": 1},
+        hosts=("n2",),
+        rank=2,
+        says="rank 2 on n2",
+    ),
+    Case(
+        "the first failure counts",
+        Cause.CUDA_OOM,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.CUDA_OOM, 3), failed(Cause.APP_ERROR, 1))},
+        hosts=("n3",),
+        rank=3,
+    ),
+    Case(
+        "a peer's broken connection was heard before the failure that broke it",
+        Cause.CUDA_OOM,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.NCCL_ERROR, 0), failed(Cause.CUDA_OOM, 3))},
+        hosts=("n3",),
+        rank=3,
+    ),
+    Case(
+        "a rank was killed and its peers' connections broke",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {
+            "lost": (LostRank(3, "n3"),),
+            "failures": (failed(Cause.NCCL_ERROR, 0), failed(Cause.NCCL_ERROR, 1)),
+            "exit_status": 143,
+        },
+        hosts=("n3",),
+        rank=3,
+    ),
+    Case(
+        "a rank was killed during a save, and the others could not finish it",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {
+            "lost": (LostRank(3, "n3"),),
+            "failures": (failed(Cause.STORAGE, 0, after_loss=True),),
+        },
+        hosts=("n3",),
+        rank=3,
+    ),
+    Case(
+        "a rank failed, and another one went while it said so",
+        Cause.APP_ERROR,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.APP_ERROR),), "lost": (LostRank(0, "n0"),)},
+        hosts=("n2",),
+        rank=2,
+    ),
+    Case(
+        "communication failed, and nobody went first",
+        Cause.NCCL_ERROR,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.NCCL_ERROR, 1), failed(Cause.NCCL_ERROR, 0))},
+        hosts=("n1",),
+        rank=1,
+    ),
+    Case(
+        "killed by a signal, without a word",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {"lost": (LostRank(1, "n1"),), "exit_status": 139},
+        hosts=("n1",),
+        rank=1,
+        says="139",
+    ),
+    Case(
+        "srun failed before any rank came",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {"exit_status": 1, "launcher_text": "srun: error: Unable to create step"},
+        says="Unable to create step",
+    ),
+    Case(
+        "all ranks left and nobody said why",
+        Cause.UNKNOWN,
+        Confidence.GUESS,
+        {"exit_status": 0},
+    ),
+    Case(
+        "the probe named a host",
+        Cause.HANG,
+        Confidence.LIKELY,
+        {"probe_failed": True, "late_ranks": (4, 5), "late_hosts": ("n6", "n6")},
+        hosts=("n6", "n6"),
+        rank=4,
+        says="rank 4 (n6)",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_was_seen_means(case: Case) -> None:
+    facts = LaunchFacts(now=NOW, step=65, **case.facts)
+    incident = classify(facts, "3.2")
+    assert (incident.cause, incident.confidence) == (case.cause, case.confidence)
+    assert (incident.hosts, incident.rank) == (case.hosts, case.rank)
+    words = "; ".join(f"{each.source}: {each.text}" for each in incident.evidence)
+    assert case.says in words
+    assert incident.id == "3.2"
+
+
+def test_the_step_is_where_all_stopped_else_where_it_failed_else_the_last_heard() -> None:
+    failures = (failed(Cause.APP_ERROR),)
+    assert classify(LaunchFacts(now=NOW, step=65), "i").step == 65
+    assert classify(LaunchFacts(now=NOW, step=65, failures=failures), "i").step == 70
+    stopped = LaunchFacts(now=NOW, step=65, failures=failures, stopped_at=68)
+    assert classify(stopped, "i").step == 68
+
+
+def test_the_micro_batch_of_the_rank_that_ran_out_of_memory_is_what_is_shrunk() -> None:
+    oom = failed(Cause.CUDA_OOM, 3, micro_batch=4)
+    facts = LaunchFacts(now=NOW, failures=(failed(Cause.NCCL_ERROR, 0), oom))
+    assert classify(facts, "i").micro_batch == 4
+
+
+RECORDS = st.none() | st.builds(
+    job,
+    st.sampled_from(list(JobState)),
+    restarts=st.integers(0, 2),
+    preempt_time=st.none() | st.just(NOW),
+    end_time=st.none() | st.just(NOW) | st.just(NOW + LIMIT),
+    failed_node=st.none() | st.just("n1"),
+)
+CAUSES_OF_RANKS = [Cause.APP_ERROR, Cause.NCCL_ERROR, Cause.CUDA_OOM]
+
+
+@given(
+    first=RECORDS,
+    then=RECORDS,
+    now=RECORDS,
+    signals=st.lists(st.just("SIGTERM"), max_size=1).map(tuple),
+    due=st.booleans(),
+    failures=st.lists(st.sampled_from(CAUSES_OF_RANKS).map(failed), max_size=2).map(tuple),
+    lost=st.lists(st.builds(LostRank, st.integers(0, 3), st.just("n0")), max_size=2).map(tuple),
+    text=st.sampled_from(["", OOM, KILLED_NODE, "srun: error"]),
+    stopped=st.none() | st.just(5),
+)
+def test_every_picture_has_a_cause_and_a_cancelled_job_is_never_brought_back(
+    first: JobRecord | None,
+    then: JobRecord | None,
+    now: JobRecord | None,
+    signals: tuple[str, ...],
+    due: bool,
+    failures: tuple[RankFailure, ...],
+    lost: tuple[LostRank, ...],
+    text: str,
+    stopped: int | None,
+) -> None:
+    facts = LaunchFacts(
+        now=NOW,
+        job_first=first,
+        job=then,
+        job_now=now,
+        rank_signals=signals,
+        due_time_limit=due,
+        failures=failures,
+        lost=lost,
+        launcher_text=text,
+        stopped_at=stopped,
+    )
+    incident = classify(facts, "i")
+    assert incident == classify(facts, "i")
+    records = [record for record in (then, now) if record is not None]
+    speaks_of_others = text == KILLED_NODE or any(
+        record.preempt_time or record.failed_node or record.state is JobState.PENDING
+        for record in records
+    )
+    requeued = first is not None and any(record.restarts > first.restarts for record in records)
+    cancelled = any(record.state is JobState.CANCELLED for record in records)
+    if (signals or due) and cancelled and not speaks_of_others and not requeued:
+        assert incident.cause is Cause.USER_CANCELLED

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from slurm_forge.journal import events as ev
+from slurm_forge.journal.codec import Record
+from slurm_forge.journal.fold import AttemptState, RunState, fold
+from slurm_forge.recovery import decide
+from slurm_forge.recovery.decide import LR_FLOOR, skips_allowed
+from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+CAUSES = st.sampled_from(list(Cause))
+#: What a ladder may go on with for ever: nobody's fault, and a commit may come any time.
+ENDLESS = {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE}
+
+
+def incident(cause: Cause, number: int = 1, **changes: object) -> Incident:
+    made = Incident(
+        id=f"1.{number}",
+        cause=cause,
+        confidence=Confidence.LIKELY,
+        step=100,
+        hosts=("n3",),
+        micro_batch=8,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+class Life:
+    """A run to which things happen; every decision goes through the journal, as in real life."""
+
+    def __init__(self, policy: Recovery | None = None) -> None:
+        self.policy = policy or default_recovery()
+        self.records: list[Record] = []
+        self.decisions: list[Decision] = []
+        self.tell(ev.AttemptStarted(job="1", restart_count=0, nodes=(), host="n1", via="x"))
+
+    def tell(self, event: ev.Event) -> None:
+        number = len(self.records)
+        record = Record(
+            attempt=1, launch=1, sequence=number, time=float(number), writer="s-0", event=event
+        )
+        self.records.append(record)
+
+    @property
+    def state(self) -> RunState:
+        return fold(self.records)
+
+    def happens(self, cause: Cause, *, coupled: bool = False, **changes: object) -> Decision:
+        seen = incident(cause, len(self.decisions), **changes)
+        self.tell(ev.IncidentSeen(incident=seen))
+        decision = decide(self.policy, self.state, seen, batch_coupled=coupled)
+        assert decision == decide(self.policy, self.state, seen, batch_coupled=coupled)
+        self.tell(ev.DecisionTaken(decision=decision))
+        self.decisions.append(decision)
+        return decision
+
+    def commit(self, step: int) -> None:
+        self.tell(
+            ev.CheckpointCommitted(name=f"s{step}", step=step, reason="", seconds=1.0, size=1)
+        )
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Recovery:
+    """Any policy that the spec accepts, from ladders of random rungs."""
+    ladders: dict[str, list[dict[str, object]]] = {}
+    for cause in draw(st.lists(CAUSES, unique=True, max_size=5)):
+        rungs = []
+        for _ in range(draw(st.integers(0, 3))):
+            rung: dict[str, object] = {"do": draw(st.sampled_from(list(Action))).value}
+            if draw(st.booleans()):
+                rung["times"] = draw(st.integers(1, 4))
+            if draw(st.booleans()):
+                rung["lr_scale"] = draw(st.sampled_from([0.1, 0.5, 1.0]))
+            if draw(st.booleans()):
+                rung["factor"] = draw(st.sampled_from([0.01, 0.5, 0.9, 1.5, 4.0]))
+            if draw(st.booleans()):
+                rung["exclude_node"] = True
+            try:
+                Recovery.model_validate({cause.value: [*rungs, rung]})
+            except ValidationError:
+                continue
+            rungs.append(rung)
+        try:
+            Recovery.model_validate({cause.value: rungs})
+        except ValidationError:
+            continue
+        ladders[cause.value] = rungs
+    return Recovery.model_validate(ladders)
+
+
+@settings(max_examples=120, deadline=None)
+@given(policy=policies(), causes=st.lists(CAUSES, min_size=1, max_size=25), coupled=st.booleans())
+def test_without_progress_every_ladder_ends_and_no_rung_exceeds_its_budget(
+    policy: Recovery, causes: list[Cause], coupled: bool
+) -> None:
+    life = Life(policy)
+    for cause in causes:
+        life.happens(cause, coupled=coupled)
+    taken: dict[tuple[Cause, int], int] = {}
+    for decision in life.decisions:
+        if decision.rung is not None:
+            key = (decision.cause, decision.rung)
+            taken[key] = taken.get(key, 0) + 1
+            rung = policy.ladder(decision.cause)[decision.rung]
+            assert decision.action is rung.do
+            assert decision.action not in (Action.SKIP, Action.WARN)
+            assert rung.times is None or taken[key] <= rung.times
+    for cause in set(causes):
+        own = [d.action for d in life.decisions if d.cause is cause]
+        final = {Action.HOLD, Action.RAISE, Action.STOP}
+        ended = [number for number, action in enumerate(own) if action in final]
+        if ended:
+            assert all(action in final for action in own[ended[0] :]), own
+    micro = [d.plan.micro_batch for d in life.decisions if d.plan.micro_batch is not None]
+    assert all(size >= 1 for size in micro)
+    assert not (coupled and micro)
+    assert all(d.plan.lr_factor >= LR_FLOOR for d in life.decisions)
+
+
+@pytest.mark.parametrize("cause", [cause for cause in Cause if cause not in ENDLESS])
+def test_by_default_every_cause_is_held_in_the_end(cause: Cause) -> None:
+    life = Life()
+    actions = [life.happens(cause).action for _ in range(20)]
+    assert actions[-1] in (Action.HOLD, Action.STOP)
+    assert life.decisions[-1].reason
+
+
+@pytest.mark.parametrize("cause", sorted(ENDLESS))
+def test_interruptions_that_are_nobodys_fault_are_requeued_for_ever(cause: Cause) -> None:
+    life = Life()
+    assert {life.happens(cause).action for _ in range(50)} == {Action.REQUEUE}
+
+
+@pytest.mark.parametrize("cause", [Cause.USER_CANCELLED, Cause.STOP_REQUESTED])
+def test_what_somebody_wanted_is_not_undone(cause: Cause) -> None:
+    assert Life().happens(cause).action is Action.STOP
+
+
+def test_rungs_are_taken_in_order_and_then_the_run_is_held() -> None:
+    life = Life()
+    actions = [life.happens(Cause.HANG).action.value for _ in range(6)]
+    assert actions == ["relaunch", "relaunch", "requeue", "requeue", "requeue", "hold"]
+    assert "relaunch used 2 times; requeue used 3 times" in life.decisions[-1].reason
+
+
+def test_a_commit_past_the_old_high_water_step_gives_the_budget_back() -> None:
+    life = Life()
+    for _ in range(5):
+        life.happens(Cause.HANG)
+    life.commit(90)  # the same ground again
+    assert life.happens(Cause.HANG).action is Action.HOLD
+    life = Life()
+    for _ in range(5):
+        life.happens(Cause.HANG)
+    life.commit(101)
+    assert life.happens(Cause.HANG, step=110).action is Action.RELAUNCH
+
+
+@settings(max_examples=50, deadline=None)
+@given(cause=CAUSES, times=st.integers(1, 4))
+def test_reading_a_decision_again_changes_nothing(cause: Cause, times: int) -> None:
+    life = Life()
+    for _ in range(times):
+        life.happens(cause)
+    before = life.state
+    again = life.decisions[-1]
+    life.tell(ev.DecisionTaken(decision=again))
+    after = life.state
+    assert (after.plan, after.spent, after.status) == (before.plan, before.spent, before.status)
+
+
+def test_out_of_memory_halves_the_micro_batch_down_to_one_and_then_holds() -> None:
+    policy = Recovery.model_validate({"cuda_oom": [{"do": "shrink_micro_batch", "times": 9}]})
+    life, sizes, size = Life(policy), [], 5
+    while (decision := life.happens(Cause.CUDA_OOM, micro_batch=size)).action is not Action.HOLD:
+        assert decision.plan.micro_batch is not None
+        size = decision.plan.micro_batch
+        sizes.append(size)
+    assert sizes == [2, 1]
+    assert "can't get any smaller" in life.decisions[-1].reason
+
+
+@given(now=st.integers(2, 10_000), factor=st.floats(0.001, 0.999))
+def test_a_shrunk_micro_batch_is_smaller_and_not_empty(now: int, factor: float) -> None:
+    rungs = {"cuda_oom": [{"do": "shrink_micro_batch", "times": 1, "factor": factor}]}
+    life = Life(Recovery.model_validate(rungs))
+    found = life.happens(Cause.CUDA_OOM, micro_batch=now)
+    assert found.plan.micro_batch is not None
+    assert 1 <= found.plan.micro_batch < now
+    assert [(c.parameter, c.old) for c in found.changes] == [("micro_batch", str(now))]
+
+
+def test_a_coupled_batch_is_never_shrunk() -> None:
+    decision = Life().happens(Cause.CUDA_OOM, coupled=True)
+    assert (decision.action, decision.plan.micro_batch) == (Action.HOLD, None)
+    assert "batch_coupled" in decision.reason
+
+
+def test_a_micro_batch_that_nobody_knows_is_not_guessed() -> None:
+    assert Life().happens(Cause.CUDA_OOM, micro_batch=None).action is Action.HOLD
+
+
+@pytest.mark.parametrize(("cause", "do"), [(Cause.NON_FINITE, "rollback")])
+def test_a_rollback_cuts_the_learning_rate_from_the_checkpoint_on(cause: Cause, do: str) -> None:
+    rung = {"do": do, "times": 3, "lr_scale": 0.5, "ramp_steps": 200}
+    life = Life(Recovery.model_validate({cause.value: [rung]}))
+    life.commit(80)
+    first = life.happens(cause)
+    assert first.plan.lr_factor == 0.5
+    assert (first.plan.lr_from_step, first.plan.lr_ramp_steps) == (80, 200)
+    assert [(c.parameter, c.old, c.new) for c in first.changes] == [("lr_scale", "1", "0.5")]
+    # The second time it is cut from where the ramp has led to, not from the bottom again.
+    second = life.happens(cause, step=180)
+    assert second.plan.lr_factor == pytest.approx(0.375)
+
+
+def test_the_learning_rate_has_a_floor() -> None:
+    rung = {"do": "rollback", "times": 40, "lr_scale": 0.1}
+    life = Life(Recovery.model_validate({"non_finite": [rung]}))
+    factors = [life.happens(Cause.NON_FINITE).plan.lr_factor for _ in range(10)]
+    assert factors[0] == 0.1
+    assert factors[1:] == [LR_FLOOR] * 9
+
+
+def test_host_memory_is_raised_step_by_step() -> None:
+    life = Life()
+    factors = [life.happens(Cause.HOST_OOM).plan.mem_factor for _ in range(3)]
+    assert factors == [1.5, 2.25, 2.25]
+    assert life.decisions[-1].action is Action.HOLD
+
+
+def test_the_node_that_failed_is_left_out_and_the_others_stay_left_out() -> None:
+    life = Life()
+    assert life.happens(Cause.NODE_FAIL).plan.exclude_nodes == ("n3",)
+    again = life.happens(Cause.NODE_FAIL, hosts=("n1",))
+    assert again.plan.exclude_nodes == ("n1", "n3")
+    assert [(c.old, c.new) for c in again.changes] == [("n3", "n1,n3")]
+
+
+def test_skipping_is_the_programs_own_cure_and_not_a_launchs() -> None:
+    policy = default_recovery()
+    assert skips_allowed(policy, Cause.NON_FINITE) == 3
+    assert Life().happens(Cause.NON_FINITE).action is Action.ROLLBACK
+    none = Recovery.model_validate({"non_finite": [{"do": "hold"}]})
+    assert skips_allowed(none, Cause.NON_FINITE) == 0
+
+
+def test_relaunching_can_cut_the_learning_rate_too() -> None:
+    rung = Rung.model_validate({"do": "relaunch", "times": 1, "lr_scale": 0.5})
+    policy = default_recovery().model_copy(update={"crash": (rung,)})
+    assert Life(policy).happens(Cause.CRASH).plan.lr_factor == 0.5
+
+
+# -- running into the time limit without getting anywhere ------------------------------------------
+
+
+def attempt(number: int, *, cause: Cause = Cause.TIME_LIMIT, saved: bool = False) -> AttemptState:
+    commit = ev.CheckpointCommitted(name="c", step=1, reason="", seconds=1.0, size=1)
+    return AttemptState(
+        number=number,
+        job="1",
+        nodes=(),
+        via="x",
+        started=0.0,
+        incidents=((1.0, incident(cause, number)),),
+        checkpoints=((1.0, commit),) if saved else (),
+    )
+
+
+def at_the_limit(*attempts: AttemptState) -> Decision:
+    state = RunState(attempts=attempts)
+    return decide(default_recovery(), state, incident(Cause.TIME_LIMIT))
+
+
+def test_three_attempts_at_the_limit_without_a_checkpoint_are_enough() -> None:
+    decision = at_the_limit(*(attempt(n) for n in (1, 2, 3)))
+    assert decision.action is Action.HOLD
+    assert "checkpoint" in decision.reason
+
+
+def test_an_attempt_that_saved_or_ended_otherwise_does_not_count() -> None:
+    assert at_the_limit(attempt(1), attempt(2)).action is Action.REQUEUE
+    saved = at_the_limit(attempt(1), attempt(2, saved=True), attempt(3))
+    assert saved.action is Action.REQUEUE
+    preempted = at_the_limit(attempt(1), attempt(2, cause=Cause.PREEMPTED), attempt(3))
+    assert preempted.action is Action.REQUEUE
+
+
+def test_the_plan_of_a_hold_is_the_one_in_force() -> None:
+    state = RunState(plan=RecoveryPlan(micro_batch=3))
+    decision = decide(default_recovery(), state, incident(Cause.ENV_MISMATCH))
+    assert (decision.action, decision.plan) == (Action.HOLD, RecoveryPlan(micro_batch=3))
