@@ -1,0 +1,164 @@
+"""Reading ``.metadata``, DCP's index, which is a pickle: the only place that unpickles anything.
+
+A pickle is a program.  This one may name thirteen things, all of them plain values of DCP and
+torch; whatever else it names ends the reading before anything ran.  What comes out is checked
+field by field against the manifest: every shard lies inside a listed file, every tensor is there
+whole, and nothing but tensors is (entries of other kinds would be unpickled without limits).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import pickle
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.serialization
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from slurm_forge.checkpoint.blocks import rejected
+from slurm_forge.checkpoint.manifest import Manifest, plain_name
+from slurm_forge.errors import CheckpointRejectedError
+
+__all__ = ["METADATA_LIMIT", "parse_metadata", "planned_indices"]
+
+#: Bytes of a ``.metadata`` that are read at most; about 160 bytes go to a shard.
+METADATA_LIMIT = 2 << 30
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (_DCP, "Metadata"): Metadata,
+    (_DCP, "MetadataIndex"): MetadataIndex,
+    (_DCP, "TensorStorageMetadata"): TensorStorageMetadata,
+    (_DCP, "ChunkStorageMetadata"): ChunkStorageMetadata,
+    (_DCP, "TensorProperties"): TensorProperties,
+    (_DCP, "StorageMeta"): StorageMeta,
+    (_DCP, "_MEM_FORMAT_ENCODING"): dcp_metadata._MEM_FORMAT_ENCODING,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): dcp_filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+
+
+class _Reader(pickle.Unpickler):
+    """An unpickler that knows the names in ``_ALLOWED``, torch's dtypes, and nothing else."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        found = _ALLOWED.get((module, name))
+        if found is None and module == "torch":
+            dtype = getattr(torch, name, None) if name.isidentifier() else None
+            found = dtype if isinstance(dtype, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no business there")
+        return found
+
+    def persistent_load(self, pid: Any, /) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to something outside")
+
+
+def parse_metadata(data: bytes, manifest: Manifest) -> Metadata:
+    """Return DCP's index from the bytes of ``.metadata``; CheckpointRejectedError in any doubt."""
+    if hashlib.sha256(data).hexdigest() != manifest.metadata_sha256:
+        raise rejected(".metadata is not the one that the manifest was written for")
+    try:
+        metadata = _Reader(io.BytesIO(data)).load()
+        _check(metadata, {file.name: file.size for file in manifest.files})
+    except CheckpointRejectedError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything, or lacks attributes
+        raise rejected(f".metadata can't be read: {type(error).__name__}: {error}") from error
+    return metadata  # type: ignore[no-any-return]
+
+
+def planned_indices(metadata: Metadata) -> set[MetadataIndex]:
+    """Every shard that the index promises."""
+    return {
+        MetadataIndex(key, chunk.offsets)
+        for key, tensor in metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+        for chunk in tensor.chunks
+    }
+
+
+def _check(metadata: object, sizes: Mapping[str, int]) -> None:
+    if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
+        raise rejected(".metadata holds something else than an index")
+    tensors = {
+        key: _check_tensor(key, tensor) for key, tensor in metadata.state_dict_metadata.items()
+    }
+    if metadata.planner_data is not None or type(metadata.storage_data) is not dict:
+        raise rejected(".metadata has a planner's private data, or no list of shards")
+    for index, info in metadata.storage_data.items():
+        _check_storage(index, info, sizes)
+    for key, tensor in tensors.items():
+        width = tensor.properties.dtype.itemsize
+        for chunk in tensor.chunks:
+            stored = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+            if stored is None:
+                raise rejected(f".metadata promises {key}, which was not written")
+            if stored.length < math.prod(chunk.sizes) * width:
+                raise rejected(f".metadata: {key} can't fit into where it is said to lie")
+
+
+def _check_tensor(key: object, tensor: object) -> TensorStorageMetadata:
+    if type(key) is not str or type(tensor) is not TensorStorageMetadata:
+        raise rejected(f".metadata: {str(key)[:200]} is not a tensor")
+    properties = tensor.properties
+    if (
+        type(properties) is not TensorProperties
+        or not isinstance(properties.dtype, torch.dtype)
+        or not _is_size(tensor.size)
+        or type(tensor.chunks) is not list
+    ):
+        raise rejected(f".metadata: {key} is described in an unknown way")
+    for chunk in tensor.chunks:
+        if (
+            type(chunk) is not ChunkStorageMetadata
+            or not _is_size(chunk.offsets)
+            or not _is_size(chunk.sizes)
+            or len(chunk.offsets) != len(tensor.size)
+            or len(chunk.sizes) != len(tensor.size)
+            or any(
+                o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+            )
+        ):
+            raise rejected(f".metadata: {key} has a shard outside of it")
+    if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+        raise rejected(f".metadata: the shards of {key} don't add up to it")
+    return tensor
+
+
+def _check_storage(index: object, info: object, sizes: Mapping[str, int]) -> None:
+    if (
+        type(index) is not MetadataIndex
+        or type(index.fqn) is not str
+        or not (index.offset is None or _is_size(index.offset))
+    ):
+        raise rejected(".metadata: a shard without a name")
+    if type(info) is not dcp_filesystem._StorageInfo:
+        raise rejected(f".metadata: {index.fqn} lies nowhere")
+    path, offset, length = info.relative_path, info.offset, info.length
+    if type(path) is not str or not plain_name(path) or path not in sizes:
+        raise rejected(f".metadata: {index.fqn} lies in {str(path)[:200]!r}, which is not listed")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise rejected(f".metadata: {index.fqn} lies at no place")
+    if offset + length > sizes[path]:
+        raise rejected(f".metadata: {index.fqn} reaches beyond the end of {path}")
+    if getattr(info, "transform_descriptors", None) is not None:  # torch < 2.7 has none
+        raise rejected(f".metadata: {index.fqn} is stored transformed")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, torch.Size) and all(type(n) is int and n >= 0 for n in value)

@@ -1,0 +1,200 @@
+"""What a checkpoint holds: the registered objects, taken apart into tensors and JSON, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from slurm_forge.checkpoint.jsonstate import Json, decode, encode, escape
+from slurm_forge.checkpoint.models import (
+    apply_model,
+    capture_model,
+    name_parameters,
+    target_model,
+)
+from slurm_forge.checkpoint.optimizers import (
+    OptimizerTarget,
+    capture_optimizer,
+    target_optimizer,
+)
+from slurm_forge.checkpoint.tensors import (
+    Tensors,
+    check_savable,
+    new_target,
+    saved_tensors,
+    some,
+)
+from slurm_forge.errors import CheckpointError
+
+__all__ = ["Captured", "LoadTarget", "Stateful", "TrainingState"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A scheduler, a scaler, an EMA: anything that can tell its state and take it back."""
+
+    def state_dict(self) -> Any:
+        """Return the state: tensors, numbers, strings, None, in lists, tuples and dicts."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take back what ``state_dict`` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state taken apart.  The tensors are the live ones: nothing may change before the write.
+
+    ``alike``: keys of tensors that are equal on all ranks.  ``parts``: a digest of the JSON of
+    each object, to find ranks that disagree.  ``shape``: a digest of what must not differ.
+    """
+
+    tensors: Tensors
+    document: dict[str, Json]
+    alike: frozenset[str]
+    parts: dict[str, str]
+    shape: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The objects of a run under the names they are registered by.
+
+    ``extra`` is the run's own JSON (step, samples consumed, plan, …), ``rng`` this rank's generator
+    states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
+    keys only.
+    """
+
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
+        if wrong:
+            raise ValueError(f"generator states are named rng/rank-<r>/…, not {wrong[0]!r}")
+
+    def capture(self) -> Captured:
+        """Take the state apart; CheckpointError, naming the key, for what can't be saved."""
+        tensors: Tensors = {}
+        alike: set[str] = set()
+        names = name_parameters(self.models)
+
+        def save(key: str, tensor: torch.Tensor) -> None:
+            tensors[key] = check_savable(key, tensor)
+
+        models: dict[str, Json] = {
+            name: capture_model(name, module, tensors, alike)
+            for name, module in self.models.items()
+        }
+        optimizers: dict[str, Json] = {
+            name: capture_optimizer(name, optimizer, names, tensors, alike)
+            for name, optimizer in self.optimizers.items()
+        }
+        objects: dict[str, Json] = {
+            name: encode(item.state_dict(), f"objects/{escape(name)}", save)
+            for name, item in self.objects.items()
+        }
+        shared = sorted(tensors)
+        # What a DTensor replicates is equal by definition: any holder may write it.
+        alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
+        for key, tensor in self.rng.items():
+            save(key, tensor)
+        document: dict[str, Json] = {
+            "extra": encode(dict(self.extra), "extra"),
+            "models": models,
+            "optimizers": optimizers,
+            "objects": objects,
+        }
+        return Captured(tensors, document, frozenset(alike), _parts(document), _digest(shared))
+
+    def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
+        """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
+        registered = {"models": self.models, "optimizers": self.optimizers, "objects": self.objects}
+        for section, mine in registered.items():
+            _compare_names(section, set(mine), set(document[section]))
+        names = name_parameters(self.models)
+        targets: Tensors = {}
+        for name, module in self.models.items():
+            target_model(name, module, document["models"][name], metadata, targets)
+        optimizers = [
+            target_optimizer(
+                name, optimizer, names, document["optimizers"][name], metadata, targets=targets
+            )
+            for name, optimizer in self.optimizers.items()
+        ]
+        for name, item in self.objects.items():
+            _target_object(name, item, metadata, targets)
+        rng = saved_tensors(metadata, "rng/")
+        for key in set(self.rng) & set(rng):
+            targets[key] = new_target(rng[key], None)
+        return LoadTarget(self, document, targets, optimizers)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Where the saved tensors are read into; then ``apply`` hands them over."""
+
+    state: TrainingState
+    document: Mapping[str, Any]
+    tensors: Tensors
+    optimizers: list[OptimizerTarget]
+
+    def apply(self) -> None:
+        """Give the objects their state back: models, optimizers, then everything else."""
+        for name, module in self.state.models.items():
+            apply_model(name, module, self.document["models"][name], self.tensors)
+        for optimizer in self.optimizers:
+            optimizer.apply()
+        for name, item in self.state.objects.items():
+            item.load_state_dict(decode(self.document["objects"][name], self.tensors.__getitem__))
+
+    def rng(self) -> dict[str, torch.Tensor]:
+        """The generator states that were saved under the names asked for."""
+        return {key: self.tensors[key] for key in self.state.rng if key in self.tensors}
+
+
+def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tensors) -> None:
+    # Never in place: what an object's state shares with other objects only it knows.  Its present
+    # tensors show how the saved ones are laid out over ranks and devices.
+    prefix = f"objects/{escape(name)}"
+    present: Tensors = {}
+    encode(item.state_dict(), prefix, present.__setitem__)
+    # The root itself may be a tensor, hence both prefixes.
+    for key, saved in saved_tensors(metadata, prefix).items():
+        if key == prefix or key.startswith(f"{prefix}/"):
+            targets[key] = new_target(saved, present.get(key))
+
+
+def _compare_names(section: str, mine: set[str], saved: set[str]) -> None:
+    if mine != saved:
+        here, there = some(mine - saved) or "none", some(saved - mine) or "none"
+        raise CheckpointError(
+            f"other {section} are registered than were saved; only here: {here}, "
+            f"only in the checkpoint: {there}",
+            next_step="Register the same objects under the same names as when it was written.",
+        )
+
+
+def _parts(document: Mapping[str, Any]) -> dict[str, str]:
+    parts = {"extra": _digest(document["extra"])}
+    for section in ("models", "optimizers", "objects"):
+        for name, value in document[section].items():
+            parts[f"{section}/{name}"] = _digest(value)
+    return parts
+
+
+def _digest(value: Json | list[str]) -> str:
+    return hashlib.sha256(json.dumps(value).encode("ascii")).hexdigest()

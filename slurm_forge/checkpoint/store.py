@@ -1,0 +1,245 @@
+"""The directory of a run's checkpoints: what is there, what is whole, how one appears and goes.
+
+    checkpoints/
+      step-00001200.a2.l1-0123abcd/{__0_0.distcp, …, .metadata, manifest.json}
+      .stage-step-…     being written, or left behind by a kill; never read
+      .trash-…          being deleted; never read
+
+Effects on disk only; it knows nothing of ranks and tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.checkpoint.blocks import open_entry, rejected
+from slurm_forge.checkpoint.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
+from slurm_forge.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest
+from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
+from slurm_forge.files import (
+    create_exclusive,
+    fsync_directory,
+    make_private_directory,
+    read_trusted,
+)
+
+__all__ = ["CheckpointStore", "Pruned", "Retention"]
+
+#: Which of the present checkpoints (newest first) are to be kept.
+Retention = Callable[[Sequence[CheckpointName]], Collection[CheckpointName]]
+
+_LEAST_VERIFIED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What ``prune`` did: removed, kept, and what went wrong (none of it fatal)."""
+
+    removed: tuple[CheckpointName, ...]
+    kept: tuple[CheckpointName, ...]
+    problems: tuple[str, ...]
+
+
+class CheckpointStore:
+    """One run's ``checkpoints`` directory; ``run_id`` must be in every manifest.
+
+    The directory is created (mode 0700) where it is missing; one that others can write into is
+    refused with UnsafeFileError.
+    """
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self.directory = make_private_directory(directory)
+        self.run_id = run_id
+        self._sequence = 0
+
+    def path(self, name: CheckpointName) -> Path:
+        """Where a published checkpoint of that name lies."""
+        return self.directory / str(name)
+
+    def candidates(self) -> list[CheckpointName]:
+        """Every published checkpoint, newest first: by step, attempt, launch.
+
+        Two of one step, attempt and launch (after a rollback) come in the order of their
+        manifests' sequence.  Nothing is said about whether they are whole.
+        """
+        names = []
+        for entry in os.listdir(self.directory):  # noqa: PTH208  (a Path per entry is not needed)
+            with contextlib.suppress(ValueError):
+                names.append(CheckpointName.parse(entry))
+        names.sort(reverse=True)
+        places = [(name.step, name.attempt, name.launch) for name in names]
+        if len(set(places)) == len(places):
+            return names
+        twice = {place for place in places if places.count(place) > 1}
+        sequence = {
+            name: self._sequence_of(name)
+            for name, place in zip(names, places, strict=True)
+            if place in twice
+        }
+        return sorted(
+            names,
+            key=lambda n: (n.step, n.attempt, n.launch, sequence.get(n, 0), n.nonce),
+            reverse=True,
+        )
+
+    def verify_manifest(self, name: CheckpointName) -> Manifest:
+        """Read and check a checkpoint's manifest, and that all its files are there in full size.
+
+        Raises CheckpointRejectedError with the reason.  The files' content is not read.
+        """
+        directory = self.path(name)
+        try:
+            _refuse_unsafe_directory(directory)
+            manifest = Manifest.from_bytes(read_trusted(directory / MANIFEST_NAME, MANIFEST_LIMIT))
+            if manifest.name != name:
+                raise rejected(f"its manifest belongs to {manifest.name}")
+            if manifest.run_id != self.run_id:
+                raise rejected(f"its manifest belongs to the run {manifest.run_id!r}")
+            for file in manifest.files:
+                os.close(open_entry(directory / file.name, file))
+        except FileNotFoundError as error:
+            missing = Path(str(error.filename)).name
+            raise rejected(f"{missing} is missing") from error
+        except UnsafeFileError as error:
+            raise rejected(error.message) from error
+        except OSError as error:
+            raise rejected(f"it can't be read: {error}") from error
+        return manifest
+
+    def next_sequence(self) -> int:
+        """Count the saves of this process."""
+        self._sequence += 1
+        return self._sequence
+
+    def create_stage(self, name: CheckpointName) -> Path:
+        """Make a fresh directory beside the final one: the rename stays on one file system."""
+        stage = self.directory / f"{STAGE_PREFIX}{name}"
+        os.mkdir(stage, 0o700)  # noqa: PTH102
+        return stage
+
+    def publish(self, stage: Path, manifest: Manifest, fence: Callable[[], None]) -> Path:
+        """Make a stage the checkpoint of the manifest's name: the rename is the commit.
+
+        ``fence`` is asked last; what it raises is passed on, and nothing was published.  Raises
+        OSError or CheckpointError where it is not certain that the checkpoint is on disk.
+        """
+        for file in manifest.files:
+            # As seen from here: a rank on a node with another file system wrote somewhere else.
+            os.close(open_entry(stage / file.name, file))
+        data = manifest.to_bytes()
+        if not create_exclusive(stage / MANIFEST_NAME, data):
+            raise CheckpointError(
+                f"{stage} has a manifest already", next_step="Remove the directory and save again."
+            )
+        fsync_directory(stage)
+        fence()
+        target = self.path(manifest.name)
+        try:
+            os.rename(stage, target)  # noqa: PTH104
+        except OSError:
+            # A retransmitted rename on NFS reports failure after it has been done.
+            if not self._is_published(target, data):
+                raise
+        fsync_directory(self.directory)
+        return target
+
+    def discard_stage(self, stage: Path) -> None:
+        """Remove a stage that came to nothing, as far as that works."""
+        shutil.rmtree(stage, ignore_errors=True)
+
+    def prune(
+        self,
+        keep: Collection[CheckpointName] | Retention,
+        fence: Callable[[], None],
+        *,
+        current: tuple[int, int] | None = None,
+    ) -> Pruned:
+        """Delete checkpoints that are not to be kept, and what earlier deletions left.
+
+        Kept in any case: the newest, and the two newest whose manifest and sizes are right; while
+        fewer than two are, nothing is deleted.  ``fence`` is asked before each deletion and may
+        raise.  ``current`` is (attempt, launch) of the caller: stages of lower ones, whose writers
+        are gone or fenced, are deleted too.  Everything else that goes wrong is only reported.
+        """
+        names = self.candidates()
+        protected = set(keep(names) if callable(keep) else keep)
+        protected.update(names[:1])
+        verified = 0
+        for name in names:
+            if verified == _LEAST_VERIFIED:
+                break
+            with contextlib.suppress(CheckpointRejectedError):
+                self.verify_manifest(name)
+                protected.add(name)
+                verified += 1
+        problems: list[str] = []
+        removed: list[CheckpointName] = []
+        doomed = [] if verified < _LEAST_VERIFIED else [n for n in names if n not in protected]
+        for name in reversed(doomed):
+            fence()
+            try:
+                self._to_trash(self.path(name))
+                removed.append(name)
+            except OSError as error:
+                problems.append(f"{name}: {error}")
+        self._sweep(fence, current, problems)
+        return Pruned(tuple(removed), tuple(n for n in names if n not in removed), tuple(problems))
+
+    def _to_trash(self, directory: Path) -> None:
+        # Renamed first: a half-deleted checkpoint under its own name would be looked at again.
+        trash = self.directory / f"{TRASH_PREFIX}{directory.name}-{secrets.token_hex(4)}"
+        os.rename(directory, trash)  # noqa: PTH104
+        fsync_directory(self.directory)
+
+    def _sweep(
+        self, fence: Callable[[], None], current: tuple[int, int] | None, problems: list[str]
+    ) -> None:
+        for entry in os.listdir(self.directory):  # noqa: PTH208
+            if not entry.startswith(TRASH_PREFIX) and not _is_abandoned(entry, current):
+                continue
+            fence()
+            shutil.rmtree(
+                self.directory / entry,
+                onerror=lambda _, path, info: problems.append(f"{path}: {info[1]}"),
+            )
+
+    def _sequence_of(self, name: CheckpointName) -> int:
+        try:
+            data = read_trusted(self.path(name) / MANIFEST_NAME, MANIFEST_LIMIT)
+            return Manifest.from_bytes(data).sequence
+        except (OSError, UnsafeFileError, CheckpointRejectedError):
+            return -1
+
+    def _is_published(self, target: Path, data: bytes) -> bool:
+        try:
+            # The nonce is in there: it can be no other checkpoint's.
+            return read_trusted(target / MANIFEST_NAME, len(data)) == data
+        except (OSError, UnsafeFileError):
+            return False
+
+
+def _is_abandoned(entry: str, current: tuple[int, int] | None) -> bool:
+    if current is None or not entry.startswith(STAGE_PREFIX):
+        return False
+    try:
+        name = CheckpointName.parse(entry.removeprefix(STAGE_PREFIX))
+    except ValueError:
+        return False
+    return (name.attempt, name.launch) < current
+
+
+def _refuse_unsafe_directory(path: Path) -> None:
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise rejected("it is not a directory")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise rejected(f"it belongs to uid {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise rejected(f"other users can write into it (mode {stat.S_IMODE(found.st_mode):04o})")

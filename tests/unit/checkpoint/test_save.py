@@ -1,0 +1,149 @@
+"""The order of system calls of a save, and what the rename may answer."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.checkpoint.load import _share, find_resumable, load_checkpoint
+from slurm_forge.checkpoint.manifest import FileEntry
+from slurm_forge.errors import CheckpointError, FencedError
+from tests.unit.checkpoint.helpers import no_fence, open_store, save, value_of, weights
+
+
+class Trace:
+    """Every call that changes the file system, with the paths it is about."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.paths = [], {}
+        for name in ("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "close"):
+            monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
+
+    def wrap(self, name, real):
+        def call(*args, **options):
+            result = real(*args, **options)
+            path = self.paths.get(args[0]) if isinstance(args[0], int) else Path(args[0]).name
+            if name == "open":
+                self.paths[result] = path
+            self.calls.append((name, path, *(Path(a).name for a in args[1:] if name == "rename")))
+            return result
+
+        return call
+
+    def last(self, name, path):
+        return max(i for i, call in enumerate(self.calls) if call[:2] == (name, path))
+
+
+def test_everything_is_on_disk_before_the_rename_and_the_rename_is_too(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    with monkeypatch.context() as patch:
+        trace = Trace(patch)
+        saved = save(store, weights(), fence=lambda: trace.calls.append(("fence", "")))
+    stage, final = f".stage-{saved.name}", str(saved.name)
+    commit = trace.calls.index(("rename", stage, final))
+    fence = trace.calls.index(("fence", ""))
+    written = {call[1] for call in trace.calls if call[0] == "write"}
+    assert any(name.endswith(".distcp") for name in written)
+    for name in written:
+        write, sync = trace.last("write", name), trace.last("fsync", name)
+        assert write < sync < fence < commit, name
+    named = [i for i, call in enumerate(trace.calls) if call[0] in ("link", "rename", "unlink")]
+    assert max(i for i in named if i < commit) < trace.last("fsync", stage) < fence < commit
+    assert fence == commit - 1, "nothing lies between the question and the rename"
+    assert trace.last("fsync", "checkpoints") > commit
+    assert not [call for call in trace.calls[commit + 1 :] if call[0] in ("write", "rename")]
+
+
+def test_a_rename_that_was_done_and_reports_failure_is_a_success(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    real = os.rename
+
+    def lost_reply(source, target):
+        real(source, target)
+        if str(target).startswith(str(store.directory / "step-")):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+
+    monkeypatch.setattr(os, "rename", lost_reply)
+    saved = save(store, weights(3.0))
+    assert store.candidates() == [saved.name]
+    assert store.verify_manifest(saved.name).name == saved.name
+
+
+def test_a_rename_that_failed_is_a_failure(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    save(store, weights(1.0), step=1)
+
+    def fail(*args):
+        raise PermissionError(errno.EACCES, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slurm_forge.checkpoint.store.os.rename", fail)
+        with pytest.raises(CheckpointError) as caught:
+            save(store, weights(2.0), step=2)
+    assert "rank 0: " in caught.value.message and "PermissionError" in caught.value.message
+    assert "free space" in caught.value.next_step
+    assert [name.step for name in store.candidates()] == [1]
+
+
+def test_a_fenced_attempt_leaves_nothing(tmp_path):
+    store = open_store(tmp_path)
+
+    def fenced():
+        raise FencedError("claimed", next_step="Exit.")
+
+    with pytest.raises(FencedError, match="claimed"):
+        save(store, weights(), fence=fenced)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_stage_of_the_same_name_is_never_used_again(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0123abcd")
+    save(store, weights(1.0), step=1)
+    stage = store.create_stage(store.candidates()[0])
+    (stage / "theirs").write_text("x")
+    with pytest.raises(CheckpointError, match="FileExistsError"):
+        save(store, weights(2.0), step=1)
+    assert (stage / "theirs").read_text() == "x"
+    state = weights(-1.0)
+    manifest = find_resumable(store, group=None, on_reject=lambda *_: None)
+    load_checkpoint(store, manifest, state, group=None)
+    assert value_of(state) == 1.0
+
+
+def test_what_the_manifest_says_of_a_save(tmp_path):
+    store = open_store(tmp_path)
+    first = save(store, weights(), step=1)
+    manifest = store.verify_manifest(save(store, weights(), step=2, attempt=3, launch=4).name)
+    assert (manifest.step, manifest.attempt, manifest.launch) == (2, 3, 4)
+    assert manifest.sequence > store.verify_manifest(first.name).sequence
+    assert manifest.created_at.isoformat() == "2025-06-15T15:06:40+00:00"
+    assert (manifest.run_id, manifest.reason, manifest.world_size) == ("run", "test", 1)
+    assert manifest.size == sum(f.size for f in manifest.files) == first.size
+
+
+@given(st.lists(st.integers(0, 20), max_size=8), st.integers(1, 9))
+def test_the_shares_of_all_ranks_are_all_blocks_once(counts, world):
+    files = [FileEntry(f"f{i}", count, ("x",) * count) for i, count in enumerate(counts)]
+    found = [
+        (file.name, block)
+        for rank in range(world)
+        for file, blocks in _share(files, rank, world)
+        for block in blocks
+    ]
+    assert found == [(f.name, block) for f in files for block in range(len(f.block_hashes))]
+
+
+def test_a_save_costs_no_second_read_of_the_shards(tmp_path, monkeypatch):
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda p, *a, **o: (opened.append((p, a)), real(p, *a, **o))[1])
+    read = []
+    monkeypatch.setattr(os, "preadv", lambda *a: read.append(a) or 0)
+    save(open_store(tmp_path), weights(), fence=no_fence)
+    assert read == [] and opened
