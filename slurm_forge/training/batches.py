@@ -1,0 +1,225 @@
+"""Batches of a step, exact after any interruption and for any number of ranks and loader workers.
+
+What is in a batch depends on (seed, dataset, samples consumed, rank, ranks, micro-batch) and on
+nothing else: the order comes from ``SampleOrder``, and Python's, numpy's and torch's generators are
+seeded from (seed, epoch, index) before each ``dataset[index]``.  Fetching leaves the random state
+of the training loop alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from slurm_forge.errors import ConfigError, UnsupportedError
+from slurm_forge.training.fetching import InProcess, MicroBatchMaker, Pace, StepIds, WorkerPool
+from slurm_forge.training.order import SampleId, SampleOrder
+
+__all__ = ["Batch", "BatchSource"]
+
+#: Samples of this rank for which the order is computed at once (numpy's cost per call, shared out).
+_LOOK_AHEAD = 4096
+_MOST_STEPS_AHEAD = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """This rank's share of one optimizer step.
+
+    ``step`` is the number of optimizer steps done before it, ``consumed`` the samples of the stream
+    that all ranks together have used up once it is done.  ``micro_sizes`` are the samples in
+    each of ``micro_batches``; all ranks have as many, of the same sizes.
+    """
+
+    step: int
+    consumed: int
+    micro_batches: tuple[Any, ...]
+    micro_sizes: tuple[int, ...]
+    sample_ids: tuple[SampleId, ...]
+
+    @property
+    def size(self) -> int:
+        """Samples of this rank."""
+        return len(self.sample_ids)
+
+
+class BatchSource:
+    """Iterates the batches of one rank, without end; a context manager that ends the workers.
+
+    ``dataset`` needs ``__len__`` and ``__getitem__`` (UnsupportedError otherwise).  ``micro_batch``
+    is the most samples of one forward pass.  ``start_consumed`` and ``start_step`` say where to go
+    on (the step defaults to ``start_consumed // global_batch``).  ``collate_fn`` gets the samples
+    of one micro-batch; its randomness is seeded too.  Tensors are moved to ``device``.
+
+    ``seed`` is that of the samples' randomness (default: the order's).  ``worker_init_fn`` runs in
+    each worker after ours; workers are forked unless ``multiprocessing_context`` says otherwise.
+    Call ``start`` or the first ``next_batch`` from a thread that lives as long as the source: the
+    kernel ends workers together with the thread that forked them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: SampleOrder,
+        *,
+        rank: int,
+        ranks: int,
+        micro_batch: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | str | None = None,
+        pin_memory: bool = False,
+        seed: int | None = None,
+        start_consumed: int = 0,
+        start_step: int | None = None,
+        prefetch_factor: int = 2,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        _check_dataset(dataset, order)
+        if micro_batch < 1:
+            raise ConfigError(
+                f"a micro-batch of {micro_batch} samples is empty",
+                next_step="Set micro_batch to the samples of one forward pass: 1 or more.",
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}")
+        share = order.share(ranks)
+        self._global_batch = order.global_batch
+        self._sizes = tuple(
+            min(micro_batch, share - start) for start in range(0, share, micro_batch)
+        )
+        self._consumed = start_consumed
+        self._step = start_consumed // order.global_batch if start_step is None else start_step
+        self._device = None if device is None else torch.device(device)
+        pin = pin_memory and torch.cuda.is_available()
+        make = MicroBatchMaker(
+            dataset, collate_fn or default_collate, order.seed if seed is None else seed
+        )
+        steps = _steps(order, start_consumed, rank, ranks, self._sizes)
+        self._fetcher: InProcess | WorkerPool
+        if num_workers == 0:
+            self._fetcher = InProcess(make, steps, pin=pin)
+        else:
+            self._fetcher = WorkerPool(
+                make,
+                steps,
+                pin=pin,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context,
+            )
+        # Also at the interpreter's exit, before multiprocessing waits for its children.
+        self._close = weakref.finalize(self, self._fetcher.close)
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the stream, over all ranks, in the batches handed out and before them."""
+        return self._consumed
+
+    def start(self) -> None:
+        """Start workers and prefetching now, for instance while the model is being restored."""
+        self._fetcher.start()
+
+    def next_batch(
+        self,
+        poll: Callable[[], None] | None = None,
+        interval: timedelta = timedelta(seconds=0.2),
+    ) -> Batch:
+        """The next batch; while waiting for it, ``poll`` is called about every ``interval``.
+
+        What ``poll`` raises is passed on and loses nothing: the next call hands out the batch that
+        was waited for.  In this process (no workers) it is called between samples only.  Raises
+        what the dataset raised, with the worker's traceback, and ForgeError where a worker died.
+        """
+        ids, parts = self._fetcher.next_step(Pace(poll, interval))
+        parts = [_to_device(part, self._device) for part in parts]
+        batch = Batch(
+            step=self._step,
+            consumed=self._consumed + self._global_batch,
+            micro_batches=tuple(parts),
+            micro_sizes=self._sizes,
+            sample_ids=tuple(sample for part in ids for sample in part),
+        )
+        self._consumed, self._step = batch.consumed, batch.step + 1
+        return batch
+
+    def close(self) -> None:
+        """End the workers, a stuck one too, in less than a second; may be called twice."""
+        self._close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self.next_batch()
+
+    def __enter__(self) -> BatchSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _steps(
+    order: SampleOrder, consumed: int, rank: int, ranks: int, sizes: tuple[int, ...]
+) -> Iterator[StepIds]:
+    """One rank's sample ids, step by step, cut into micro-batches of ``sizes``."""
+    ahead = max(1, min(_MOST_STEPS_AHEAD, _LOOK_AHEAD // sum(sizes)))
+    while True:
+        for samples in order.steps(consumed, ahead, rank=rank, ranks=ranks):
+            left = iter(samples)
+            yield [[next(left) for _ in range(size)] for size in sizes]
+        consumed += ahead * order.global_batch
+
+
+def _check_dataset(dataset: Any, order: SampleOrder) -> None:
+    indexable = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not indexable:
+        raise UnsupportedError(
+            f"{type(dataset).__name__} can't be asked for one sample by its index, so the samples "
+            "after an interruption would not be the ones that come next",
+            next_step="Give it __len__ and __getitem__, or iterate over it yourself and register "
+            "an object that keeps its position (state_dict and load_state_dict).",
+        )
+    if len(dataset) != order.length:
+        raise ConfigError(
+            f"the dataset has {len(dataset)} samples, the order was made for {order.length}",
+            next_step="If the data changed since the run began, start a new run.",
+        )
+
+
+def _to_device(value: Any, device: torch.device | None) -> Any:
+    """The same structure with its tensors on the device (``None``: as it is).
+
+    Copies from pinned memory run beside the host.
+    """
+    if device is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if hasattr(value, "to"):  # batches of other libraries (graphs, encodings) move themselves
+        return value.to(device)
+    if isinstance(value, MutableMapping):
+        moved = copy.copy(value)
+        moved.update({key: _to_device(item, device) for key, item in value.items()})
+        return moved
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(item, device) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_to_device(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return dataclasses.replace(
+            value, **{name: _to_device(getattr(value, name), device) for name in fields}
+        )
+    return value

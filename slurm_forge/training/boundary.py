@@ -1,0 +1,133 @@
+"""Passing step boundaries and phases, and what is due there: the main thread's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from slurm_forge.control import Member, Request, RequestKind
+from slurm_forge.vocabulary.position import LAST, Position
+
+__all__ = ["Boundaries", "PhaseStopped", "RunStopped"]
+
+
+class RunStopped(BaseException):
+    """The run stops here on all ranks; whatever had to be saved is saved.
+
+    Not an ``Exception``, so that a program's own ``except Exception`` can't swallow it.
+    """
+
+
+class PhaseStopped(BaseException):
+    """Leaves the body of a phase, on its way to the save at the phase's end."""
+
+
+class Boundaries:
+    """Counts positions and calls ``act`` for what is due: ``act`` may raise ``RunStopped``.
+
+    Costs a lock and a comparison per position while nobody wants anything.
+    """
+
+    def __init__(self, member: Member | None, act: Callable[[Request], None]) -> None:
+        self._member = member
+        self._act = act
+        self._step = -1
+        self._phase = 0
+        self._poll = 0
+        self._inside: str | None = None
+        self._doing = "train"
+
+    def boundary(self, step: int) -> bool:
+        """Pass the boundary after ``step`` steps; False if it was passed already."""
+        if step == self._step:
+            return False
+        self._step, self._phase, self._poll = step, 0, 0
+        self._enter("train")
+        self._due(Position(step))
+        return True
+
+    @contextmanager
+    def phase(self, name: str, on_stop: Callable[[], None]) -> Iterator[None]:
+        """A stretch in which ranks may differ; a stop inside it calls ``on_stop`` at its end."""
+        if self._inside is not None:
+            raise RuntimeError(f"phase {name!r} inside phase {self._inside!r}: end that one first")
+        self._phase += 1
+        self._poll = 0
+        outer = "train"
+        self._enter(name)
+        self._inside = name
+        try:
+            self._due(Position(self._step, self._phase), entering=True)
+            yield
+            self._due(Position(self._step, self._phase, LAST))
+        except PhaseStopped:
+            self._inside = None
+            on_stop()
+            raise RunStopped from None
+        finally:
+            self._inside = None
+            self._enter(outer)
+
+    @contextmanager
+    def data_wait(self) -> Iterator[Callable[[], None]]:
+        """Waiting for the next batch; yields what the waiting loop calls now and then."""
+        self._phase += 1
+        self._poll = 0
+        self._enter("data")
+        self._due(Position(self._step, self._phase))
+        yield self._data_poll
+        self._due(Position(self._step, self._phase, LAST))
+        self._enter("train")
+
+    def _data_poll(self) -> None:
+        if self._member is not None and self._member.pending:
+            self._poll += 1
+            self._due(Position(self._step, self._phase, self._poll))
+
+    def poll(self) -> None:
+        """Look for a request inside a phase; cheap enough for every batch of an evaluation.
+
+        Every call counts: where an evaluation has collectives of its own, ranks that call as often
+        as each other leave it at the same call.
+        """
+        self._poll += 1
+        self._due(Position(self._step, self._phase, self._poll))
+
+    def leave(self) -> None:
+        """The program is through: what is still asked for is answered and no longer acted on."""
+        if self._member is not None:
+            self._phase += 1
+            self._member.advance(Position(self._step, self._phase), entering=True)
+
+    @contextmanager
+    def meanwhile(self, name: str) -> Iterator[None]:
+        """Something else is done for a moment (a save); then on with what was being done."""
+        doing = self._doing
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(doing)
+
+    @property
+    def inside(self) -> str | None:
+        """The phase the program is in, if any."""
+        return self._inside
+
+    def _enter(self, name: str) -> None:
+        self._doing = name
+        if self._member is not None:
+            self._member.enter(name)
+
+    def _due(self, position: Position, *, entering: bool = False) -> None:
+        if self._member is None:
+            return
+        for request in self._member.advance(position, entering=entering):
+            if request.kind is RequestKind.STOP and self._inside is not None:
+                raise PhaseStopped
+            self._act(request)
+
+
+#: How often the waiting loop of the data phase looks for requests.
+DATA_POLL = timedelta(milliseconds=20)

@@ -1,0 +1,125 @@
+"""Losses of micro-batches, weighted so that a step follows the mean over its global batch.
+
+With n ranks, a global batch of G samples and micro-batches of m samples, DDP and FSDP average the
+ranks' gradients.  A mean loss over a micro-batch therefore counts n * m / G: summed over
+micro-batches and averaged over ranks this is the sum of all samples' gradients over G, for any
+micro-batch size, a smaller last one included, and any number of ranks.
+
+A loss that is not a mean over samples (tokens, of which each micro-batch has another number) is
+given as ``Loss(sum, count)``.  Its gradients are those of the plain sums until the step is applied;
+then they are multiplied by n / (count over all micro-batches and ranks).  That number needs one
+all-reduce of two floats per step, the only collective that this room issues in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from slurm_forge.errors import UnsupportedError
+
+__all__ = ["BatchLoss", "Loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A micro-batch's summed loss, and the number of things (tokens, boxes) that were summed."""
+
+    sum: torch.Tensor
+    count: torch.Tensor | float
+
+
+class BatchLoss:
+    """The loss of one step on one rank; one object per step.
+
+    ``ranks`` is the number of data-parallel ranks, ``group`` their process group (default: all).
+    All ranks use the same form of loss; a step that mixes both raises UnsupportedError.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch: int,
+        ranks: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._weight_per_sample = ranks / global_batch
+        self._ranks, self._group = ranks, group
+        self._device = torch.device(device)
+        self._size = 0
+        self._mean: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+        self._count: torch.Tensor | float = 0
+        self._total: torch.Tensor | None = None
+
+    def begin(self, size: int) -> None:
+        """The next loss is that of a micro-batch of ``size`` samples."""
+        self._size = size
+
+    def weigh(self, loss: torch.Tensor | Loss) -> torch.Tensor:
+        """The tensor to call ``backward`` on.  Several losses of one micro-batch add up."""
+        if isinstance(loss, Loss):
+            if self._mean is not None:
+                raise _mixed()
+            count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
+            self._sum = _add(self._sum, loss.sum)
+            self._count = self._count + count
+            return loss.sum
+        if self._sum is not None:
+            raise _mixed()
+        weight = self._weight_per_sample * self._size
+        weighted = loss if weight == 1.0 else loss * weight
+        self._mean = _add(self._mean, weighted)
+        return weighted
+
+    def gradient_factor(self) -> torch.Tensor | None:
+        """What the gradients are to be multiplied by before they are clipped; None for 1.
+
+        Collective for ``Loss(sum, count)``, the first time: every rank calls it once the backward
+        of the last micro-batch is done.  A batch that counts nothing at all gives inf, hence a NaN
+        gradient, as a mean over nothing does; the step is then skipped like any other such step.
+        """
+        if self._sum is None:
+            return None
+        if self._total is None:
+            self._total = self._summed_over_ranks(self._sum)
+        return self._ranks / self._total[1]
+
+    def mean(self) -> torch.Tensor:
+        """The mean loss, detached, on the device; nothing is waited for and nothing collective.
+
+        Of this rank's samples; of the global batch once ``gradient_factor`` was asked of a
+        ``Loss(sum, count)``, where it comes for free.
+        """
+        if self._total is not None:
+            return self._total[0] / self._total[1]
+        if self._sum is not None:
+            return self._sum / self._count
+        if self._mean is None:
+            return torch.full((), float("nan"), device=self._device)
+        return self._mean
+
+    def _summed_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Sum and count of the step."""
+        wide = torch.float32 if self._device.type == "mps" else torch.float64
+        total = torch.zeros(2, dtype=wide, device=self._device)
+        total[0] += loss
+        total[1] += self._count
+        if self._ranks > 1:
+            dist.all_reduce(total, group=self._group)
+        return total
+
+
+def _add(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value if total is None else total + value
+
+
+def _mixed() -> UnsupportedError:
+    return UnsupportedError(
+        "one step has losses of both forms, a mean and a Loss(sum, count)",
+        next_step="Return the same form for every micro-batch, on every rank.",
+    )

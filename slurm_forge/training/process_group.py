@@ -1,0 +1,101 @@
+"""Meeting the other ranks: one process group for training, one on the CPU, one for the probe.
+
+The port is chosen by rank 0 of this launch and travels over the control channel, every key lies
+under the launch's nonce: a rank left over from an older launch can neither find nor join.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from slurm_forge.control import Member
+from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.protocol import Publish
+from slurm_forge.errors import ControlChannelError
+
+__all__ = ["Groups", "choose_device", "join"]
+
+_STORE_KEY = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of a rank; all None for a single process."""
+
+    cpu: dist.ProcessGroup | None = None
+    probe: dist.ProcessGroup | None = None
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def join(
+    member: Member,
+    *,
+    rank: int,
+    world_size: int,
+    nonce: str,
+    device: torch.device,
+    wait: timedelta,
+    collective_timeout: timedelta,
+) -> Groups:
+    """Initialise torch.distributed and the groups beside it; collective over all ranks."""
+    if world_size == 1:
+        return Groups()
+    store = PrefixStore(nonce, _store(member, rank, world_size, wait))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=collective_timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    # Barriers and gathers of a save run on a group of their own: never on the training group.
+    cpu = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_cpu")
+    probe = dist.new_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=collective_timeout,
+        group_desc="forge_probe",
+    )
+    return Groups(cpu=cpu, probe=probe)
+
+
+def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store:
+    if rank == 0:
+        store = TCPStore(
+            "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
+            0,
+            world_size,
+            is_master=True,
+            timeout=wait,
+            wait_for_workers=False,
+        )
+        member.send(Publish(key=_STORE_KEY, value=format_addresses(candidates(), store.port)))
+        return store
+    hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
+    error: Exception | None = None
+    for host in hosts:
+        try:
+            return TCPStore(
+                host, port, world_size, is_master=False, timeout=wait, wait_for_workers=False
+            )
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as failed:
+            error = failed
+    raise ControlChannelError(
+        f"rank {rank} can't reach rank 0's store at {','.join(hosts)}:{port}: {error}",
+        next_step="Can compute nodes open TCP connections to each other?  A site file can name "
+        "the interface (socket_interface).",
+    )

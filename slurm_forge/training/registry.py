@@ -1,0 +1,71 @@
+"""What a program has registered: models, optimizers, and anything else that has a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from slurm_forge.errors import UnsupportedError
+
+__all__ = ["Registry"]
+
+
+@dataclass(slots=True)
+class Registry:
+    """Registered objects by name; the names are the keys in every checkpoint of the run."""
+
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, value: Any) -> None:
+        """Take in one object, or a list of them under numbered names."""
+        if value is None:
+            return
+        if isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                self.add(f"{name}.{index}", item)
+            return
+        if name in self.models or name in self.optimizers or name in self.others:
+            raise UnsupportedError(
+                f"{name!r} is registered twice",
+                next_step="Give each object a name of its own: run.register(generator=…, …).",
+            )
+        if isinstance(value, nn.Module):
+            self.models[name] = value
+        elif isinstance(value, Optimizer):
+            self.optimizers[name] = value
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            self.others[name] = value
+        else:
+            raise UnsupportedError(
+                f"{name!r} ({type(value).__name__}) has no state_dict and load_state_dict",
+                next_step="Register objects with both, or keep plain values in run.extra.",
+            )
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """Learning-rate schedulers that advance once per step (not those that need a metric)."""
+        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+        return [
+            other
+            for other in self.others.values()
+            if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau)
+        ]
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler, if one is registered."""
+        from torch.amp.grad_scaler import GradScaler
+
+        return next((o for o in self.others.values() if isinstance(o, GradScaler)), None)
+
+    def ddp(self) -> Iterable[DistributedDataParallel]:
+        """Models wrapped in DistributedDataParallel."""
+        return [m for m in self.models.values() if isinstance(m, DistributedDataParallel)]

@@ -1,0 +1,412 @@
+"""The object that a training function is given: register, batches, step, phase, save, log."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.control import Member, Request, RequestKind
+from slurm_forge.control import protocol as p
+from slurm_forge.errors import CheckpointError, UnsupportedError
+from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import Logged, Resumed, StepSkipped
+from slurm_forge.journal.events import Progress as ProgressSeen
+from slurm_forge.training import rng
+from slurm_forge.training.batches import Batch, BatchSource
+from slurm_forge.training.boundary import DATA_POLL, Boundaries, RunStopped
+from slurm_forge.training.buffers import BufferSnapshot
+from slurm_forge.training.context import RankContext
+from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.loss import BatchLoss, Loss
+from slurm_forge.training.order import SampleOrder
+from slurm_forge.training.probe import Probe
+from slurm_forge.training.process_group import Groups
+from slurm_forge.training.registry import Registry
+from slurm_forge.training.saver import Progress, Saver
+from slurm_forge.training.skips import Skips
+from slurm_forge.training.step import Step
+from slurm_forge.training.until import Epochs, Steps
+from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["Run"]
+
+#: How often rank 0 writes progress and logged values into the journal.
+_JOURNAL_EVERY_S = 5.0
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Run:
+    """One rank's view of the run; every rank calls the same methods in the same order.
+
+    ``device``, ``rank``, ``world_size``, ``local_rank``, ``args`` (from the job file), ``name``,
+    ``directory``, ``attempt`` and ``launch`` are plain attributes.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        device: torch.device,
+        groups: Groups,
+        member: Member,
+        journal: JournalWriter | None,
+        timings: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    ) -> None:
+        self.device = device
+        self.rank = context.rank
+        self.local_rank = context.local_rank
+        self.world_size = context.world_size
+        self.directory = context.directory.path
+        self.name = context.spec.name
+        self.args: dict[str, Any] = dict(context.spec.args)
+        self.attempt = context.brief.attempt
+        self.launch = context.brief.launch
+        self._context = context
+        self._groups = groups
+        self._member = member
+        self._journal = journal
+        self._timings = timings
+        self._registry = Registry()
+        self._hooks = Hooks(context.rank)
+        self._progress = Progress()
+        self._saver = Saver(context, group=groups.cpu, journal=journal)
+        self._boundaries = Boundaries(member, self._act)
+        self._skips = Skips(
+            context,
+            progress=self._progress,
+            registry=self._registry,
+            hooks=self._hooks,
+            journal=journal,
+            member=member,
+            group=groups.cpu,
+            late=device.type == "cuda",
+        )
+        self._restored = False
+        self._snapshot: BufferSnapshot | None = None
+        self._global_batch = 0
+        self._micro_batch = 0
+        self._phase_random: dict[str, torch.Tensor] | None = None
+        self._logged: dict[str, Any] = {}
+        self._next_journal = 0.0
+        self._probe = (
+            None
+            if groups.probe is None
+            else Probe(
+                member=member,
+                group=groups.probe,
+                device=device,
+                rank=self.rank,
+                world_size=self.world_size,
+                deadline=context.spec.probe.deadline,
+            )
+        )
+
+    # -- what the program says ---------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Register everything with a state: models, optimizers, schedulers, scaler, ema, lists."""
+        if self._restored:
+            raise UnsupportedError(
+                "run.register() after training has begun: the checkpoint was loaded without it",
+                next_step="Register everything before run.batches() or run.restore().",
+            )
+        for name, value in objects.items():
+            self._registry.add(name, value)
+
+    @property
+    def step_number(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return self._progress.step
+
+    @property
+    def recovery(self) -> RecoveryPlan:
+        """The recovery plan in force."""
+        return self._context.brief.plan
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Plain values (JSON) of the program's own that belong into every checkpoint."""
+        return self._progress.extra
+
+    def on(self, name: str) -> Callable[[_F], _F]:
+        """Decorator: ``@run.on("on_save")``.  Hooks run on rank 0."""
+        return lambda hook: self._hooks.add(name, hook)
+
+    def restore(self) -> bool:
+        """Resume from the newest good checkpoint; True if there was one.  Collective.
+
+        ``run.batches`` calls it; a loop of somebody else's calls it once, after ``register``.
+        """
+        if self._restored:
+            return self._saver.last is not None
+        self._restored = True
+        self._member.enter("load", started=False)
+        # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
+        # run sums in the same order as an uninterrupted one.
+        buckets = [settle_ddp_buckets(model) for model in self._registry.ddp()]
+        settled = Buckets.LEFT not in buckets or self.world_size < 3
+        started = time.monotonic()
+        name, exact = self._saver.restore(self._registry, self._progress, rng.capture())
+        interpreter_s, rendezvous_s = self._timings()
+        if self._journal is not None:
+            self._journal.write(
+                Resumed(
+                    step=self._progress.step,
+                    checkpoint=None if name is None else str(name),
+                    world_size=self.world_size,
+                    exact=exact and settled,
+                    interpreter_s=interpreter_s,
+                    rendezvous_s=rendezvous_s,
+                    load_s=time.monotonic() - started,
+                )
+            )
+        if name is not None:
+            self._hooks.call("on_resume", step=self._progress.step)
+        self._hooks.call("on_train_begin", step=self._progress.step)
+        return name is not None
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        until: Steps | Epochs,
+        micro_batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Batch]:
+        """The batches that are left, in an order that no interruption and no rank count changes.
+
+        ``micro_batch_size`` is what one forward pass takes per rank (the whole share if None); the
+        recovery plan may make it smaller, never the global batch.
+        """
+        order = SampleOrder(self._context.spec.seed, len(dataset), global_batch_size)
+        share = order.share(self.world_size)
+        asked = micro_batch_size or share
+        self._micro_batch = min(asked, self.recovery.micro_batch or asked, share)
+        self._global_batch = global_batch_size
+        self.restore()
+        total = until.steps(len(dataset), global_batch_size)
+        source = BatchSource(
+            dataset,
+            order,
+            rank=self.rank,
+            ranks=self.world_size,
+            micro_batch=self._micro_batch,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            device=self.device,
+            seed=self._context.spec.seed,
+            start_consumed=self._progress.consumed,
+        )
+        try:
+            while True:
+                self._boundary()
+                if self._progress.step >= total:
+                    return
+                with self._boundaries.data_wait() as poll:
+                    batch = source.next_batch(poll, DATA_POLL)
+                before = self._progress.step
+                yield batch
+                if self._progress.step == before:  # it would come again for ever
+                    raise _not_stepped()
+        finally:
+            source.close()
+
+    @contextmanager
+    def step(self, batch: Batch) -> Iterator[Step]:
+        """One optimizer step by hand; ``train_step`` is sugar for exactly this."""
+        self.restore()
+        self._boundary()
+        for optimizer in self._registry.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        if self._snapshot is None:
+            self._snapshot = BufferSnapshot(self._registry.models.values())
+        else:
+            self._snapshot.take()
+        step = Step(
+            batch,
+            registry=self._registry,
+            loss=BatchLoss(
+                global_batch=self._global_batch or batch.size * self.world_size,
+                ranks=self.world_size,
+                device=self.device,
+            ),
+            lr_scale=self.recovery.lr_scale(self._progress.step),
+            snapshot=self._snapshot,
+        )
+        yield step
+        self._end_of_step(step)
+
+    def train_step(
+        self,
+        batch: Batch,
+        compute_loss: Callable[[Any], torch.Tensor | Loss],
+        *,
+        max_norm: float | None = None,
+    ) -> torch.Tensor:
+        """Accumulate, clip, check, update; returns this rank's mean loss, detached, not synced."""
+        with self.step(batch) as step:
+            return step.run(compute_loss, max_norm=max_norm)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Evaluation and the like: ranks may differ inside, and may be stopped at ``run.poll()``.
+
+        Leaves the random state of the training as it was, so that an evaluation that is run again
+        after a resume changes nothing.
+        """
+        self._phase_random = rng.capture()
+        try:
+            with self._boundaries.phase(name, self._stop_here):
+                yield
+            self._progress.phases[name] = self._progress.step
+        finally:
+            rng.restore(self._phase_random)
+            self._phase_random = None
+        if name == "eval":
+            self._hooks.call("on_eval_end", step=self._progress.step)
+
+    def due(self, name: str, *, every: int) -> bool:
+        """Whether phase ``name`` is to run now: every so many steps, and again if it was cut off.
+
+        Put it at the top of the loop body: a run that stopped inside the phase comes back there.
+        """
+        step = self._progress.step
+        return step > 0 and step % every == 0 and self._progress.phases.get(name) != step
+
+    def poll(self) -> None:
+        """Inside a phase: a place to be stopped at.  In a foreign loop: a step boundary."""
+        if self._boundaries.inside is not None:
+            self._boundaries.poll()
+        else:
+            self._boundary()
+
+    def save(self) -> None:
+        """Save now.  Collective: every rank calls it, between two steps."""
+        self._save("asked by the program")
+
+    def log(self, **values: Any) -> None:
+        """Remember figures; rank 0 writes the latest into the journal every few seconds."""
+        self._logged.update(values)
+
+    # -- what happens at a boundary ----------------------------------------------------------
+
+    def _boundary(self) -> None:
+        if not self._boundaries.boundary(self._progress.step):
+            return
+        every = self._context.spec.checkpoint.every_steps
+        step = self._progress.step
+        last = None if self._saver.last is None else self._saver.last.step
+        if every is not None and step > 0 and step % every == 0 and last != step:
+            self._save("every_steps")
+
+    def _act(self, request: Request) -> None:
+        match request.kind:
+            case RequestKind.STOP:
+                self._stop_here()
+                raise RunStopped
+            case RequestKind.SAVE:
+                self._save(request.reason)
+            case RequestKind.PROBE if self._probe is not None:
+                self._probe.issue(request.id)
+                self._hooks.call("on_probe", step=self._progress.step)
+            case _:
+                pass
+
+    def _stop_here(self) -> None:
+        """Save, and tell the conductor: the run stops on all ranks at this step."""
+        step = self._progress.step
+        last = self._saver.last
+        if last is None or last.step != step:
+            last = self._save("stop") or last
+        self._hooks.call("on_stop", step=step)
+        name = None if last is None else str(last)
+        self._member.send(p.Stopped(step=step, checkpoint=name))
+
+    def _save(self, reason: str) -> Any:
+        self._skips.read_all()
+        random = self._phase_random if self._phase_random is not None else rng.capture()
+        with self._boundaries.meanwhile("save"):
+            name = self._saver.save(reason, self._registry, self._progress, random)
+        if name is not None:
+            self._hooks.call("on_save", step=self._progress.step, name=str(name))
+        return name
+
+    def _end_of_step(self, step: Step) -> None:
+        if not step.applied:
+            return  # the program only measured something: nothing was asked to be applied
+        progress = self._progress
+        first = progress.consumed
+        progress.step += 1
+        progress.consumed += self._global_batch or step.batch.size * self.world_size
+        for scheduler in self._registry.schedulers:
+            scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
+        unprotected = step.end()
+        self._skips.taken(
+            step.applied,
+            StepSkipped(
+                step=progress.step,
+                first_sample=first,
+                samples=progress.consumed - first,
+                consecutive=0,
+            ),
+            unprotected,
+        )
+        self._hooks.call("on_step_end", step=progress.step)
+        self._write_progress()
+
+    def _write_progress(self, *, now: bool = False) -> None:
+        if self._journal is None or (time.monotonic() < self._next_journal and not now):
+            return
+        self._next_journal = time.monotonic() + _JOURNAL_EVERY_S
+        progress = self._progress
+        self._journal.write(ProgressSeen(step=progress.step, consumed=progress.consumed))
+        values = {name: float(value) for name, value in self._logged.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if finite:
+            self._journal.write(Logged(step=progress.step, values=finite))
+        self._logged.clear()
+
+    # -- for the worker ----------------------------------------------------------------------
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per forward pass in force; 0 before ``batches``."""
+        return self._micro_batch
+
+    def finish(self) -> int:
+        """The program is through: last save, last words.  Collective.  Returns the last step."""
+        self.restore()
+        self._boundaries.leave()
+        step = self._progress.step
+        last = self._saver.last
+        if last is None or last.step != step:
+            if self._save("final") is None:
+                raise CheckpointError(
+                    f"all {step} steps are done, and their result could not be saved",
+                    next_step="The journal says why.  The run goes on from its last checkpoint.",
+                )
+        else:
+            # As a save does it: nobody leaves the channel while another may still have to be told
+            # there where everybody is.
+            Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
+        self._write_progress(now=True)
+        self._hooks.call("on_train_end", step=step)
+        self._member.send(p.Finished(step=step))
+        return step
+
+
+def _not_stepped() -> UnsupportedError:
+    return UnsupportedError(
+        "a batch was taken and no step was applied: its samples would be neither used nor counted",
+        next_step="Call run.train_step, or s.apply inside with run.step, for every batch.",
+    )

@@ -1,0 +1,142 @@
+"""Data-loader workers that outlive a group-wide signal and still obey their parent.
+
+With process tracking by ``linuxproc`` (and ``SignalChildrenProcesses=yes``) Slurm signals every
+process of a step.  A worker that dies of that SIGTERM takes the rank's data away just when it needs
+a few more batches to reach the step at which all ranks save.  A worker that ignores SIGTERM can't
+be ended by the rank any more, and a rank that waits for it at its exit hangs.
+
+So a worker must know who sent the signal.  Only ``sigwaitinfo`` tells, and it needs the signal to
+be blocked: it is, in the worker alone (a rank blocks nothing while it trains), and a thread takes
+it from there, also while the dataset sits in a sleep or a C call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+__all__ = ["children_deaf_from_birth", "shield_worker"]
+
+_PR_SET_PDEATHSIG = 1
+#: Seconds between looks at whether the parent lives, where the kernel does not watch it for us.
+_PARENT_CHECK_S = 0.5
+_OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextmanager
+def children_deaf_from_birth(start_method: str = "fork") -> Iterator[None]:
+    """Processes started inside hold signals back until ``shield_worker`` has set them up.
+
+    Without it a worker is unprotected while it starts, and under ``spawn`` for ever: libraries
+    start threads while they are imported, before any code of ours runs, and a signal that one
+    thread does not block is taken by that thread.  Only the calling thread's mask changes, and is
+    restored; start no threads of your own in here.
+    """
+    if start_method != "fork":
+        # Its start ends with unblocking SIGTERM: not in the middle of starting the workers, please.
+        with _deaf():
+            resource_tracker.ensure_running()
+    with _deaf():
+        yield
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_OTHERS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def shield_worker(worker_id: int = 0) -> None:
+    """Make this data-loader worker survive signals that its parent did not send.
+
+    Give it to a ``DataLoader`` as ``worker_init_fn`` and make the loader's iterator inside
+    ``children_deaf_from_birth`` (``BatchSource`` does both).  Afterwards SIGTERM ends the worker at
+    once if the parent sent it and is ignored otherwise, SIGUSR1 and SIGUSR2 are ignored, and the
+    worker dies with its parent.  Does nothing outside a process that ``multiprocessing`` started.
+
+    Limits: programs that the dataset starts inherit the blocked SIGTERM (end them with ``kill()``);
+    a C call that holds the interpreter lock delays obedience until it returns; and where a thread
+    can take the signal away from us, SIGTERM is left as torch set it (it ends the worker, whoever
+    sent it) with a warning, since a worker that the parent can't end would be worse.  That is the
+    case under ``forkserver``, whose server does not survive such a signal either.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or threading.current_thread() is not threading.main_thread():
+        return
+    _die_with(parent)
+    signal.set_wakeup_fd(-1)  # the rank's: what this process receives is none of its business
+    for number in _OTHERS:
+        signal.signal(number, signal.SIG_IGN)
+    # Until here torch's handler obeys the parent, from here on the signal waits for _obey.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    taken = {signal.SIGTERM}
+    if _somebody_listens(signal.SIGTERM):
+        taken.clear()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        warnings.warn(
+            "a thread started before shield_worker takes SIGTERM: a signal to the whole group ends "
+            "this worker.  Start the loader inside children_deaf_from_birth(), not by forkserver.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OTHERS)
+    threading.Thread(
+        target=_obey, args=(parent, os.getppid(), taken), name="forge-shield", daemon=True
+    ).start()
+
+
+def _somebody_listens(number: signal.Signals) -> bool:
+    """Whether some thread of this process does not block the signal (Linux)."""
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            status = (task / "status").read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        blocked = next((line for line in status.splitlines() if line.startswith("SigBlk:")), "")
+        if not int(blocked.partition(":")[2] or "0", 16) >> (number - 1) & 1:
+            return True
+    return False
+
+
+def _die_with(parent: BaseProcess) -> None:
+    """Have the kernel kill this process when the parent ends; exit if it is gone already."""
+    if os.getppid() == parent.pid:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent.pid and _is_gone(parent):
+        os._exit(1)  # it ended before the kernel was asked
+
+
+def _obey(parent: BaseProcess, guardian: int, taken: set[signal.Signals]) -> None:
+    """Take every SIGTERM there is; exit on one from the parent, and when the parent is gone.
+
+    ``guardian`` is the process that forked this one: the parent, or its fork server.
+    """
+    while True:
+        received = signal.sigtimedwait(taken, _PARENT_CHECK_S)
+        if received is not None and received.si_pid in (parent.pid, guardian):
+            # As torch's own handler does: success, and no clean-up that could wait for something.
+            os._exit(0)
+        if os.getppid() != guardian or (guardian != parent.pid and _is_gone(parent)):
+            os._exit(1)
+
+
+def _is_gone(parent: BaseProcess) -> bool:
+    # The pid answers for a forked process, whose brothers hold the other end of its pipe open; the
+    # pipe answers for a fork server's, whose parent may be dead and not yet collected.
+    try:
+        os.kill(parent.pid or 0, 0)
+    except OSError:
+        return True
+    return not parent.is_alive()

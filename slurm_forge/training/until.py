@@ -1,0 +1,30 @@
+"""How long a run trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Epochs", "Steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A number of optimizer steps (skipped ones count)."""
+
+    count: int
+
+    def steps(self, samples: int, global_batch: int) -> int:
+        """The number of optimizer steps."""
+        del samples, global_batch
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """A number of passes over the data, rounded up to whole global batches."""
+
+    count: int
+
+    def steps(self, samples: int, global_batch: int) -> int:
+        """The number of optimizer steps for ``samples`` per pass."""
+        return -(-self.count * samples // global_batch)

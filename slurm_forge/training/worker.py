@@ -1,0 +1,334 @@
+"""One rank: meet the others, run the user's function, say the last words.
+
+Reached by name only (``python -m slurm_forge.training.worker RUN``), and through
+``slurm_forge.launch.submitit_job`` inside a submitit task.  Imports no torch before the signal
+handlers are in place: a notice that comes during the imports is a notice, not the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from signal import Signals
+from typing import Any, NoReturn
+
+from slurm_forge.control import Member
+from slurm_forge.control import protocol as p
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    ForgeError,
+    RanksLostError,
+)
+from slurm_forge.journal import JournalWriter
+from slurm_forge.knobs import Knobs, LocalRanks
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.signals import SignalWatcher
+from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.training.oom import is_out_of_memory
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
+
+_MEET_WITHIN = timedelta(minutes=10)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_STORAGE_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EDQUOT})
+
+
+class Outcome(str, Enum):
+    """How a rank came out of the user's function."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    GIVEN_UP = "given_up"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome and the number of optimizer steps done."""
+
+    outcome: Outcome
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank of how many this process is, and the job it belongs to."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    job: str
+    restart_count: int
+
+
+def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
+    """From a Slurm step, else from submitit's local executor, torchrun, or a single process."""
+    slurm = SlurmEnvironment.from_environ(environ)
+    local = LocalRanks.from_environ(environ)
+    if slurm is not None and slurm.procid is not None and "SUBMITIT_LOCAL_JOB_ID" not in environ:
+        return RankPlace(
+            rank=slurm.procid,
+            local_rank=slurm.localid or 0,
+            world_size=slurm.ntasks or 1,
+            job=slurm.job_ref,
+            restart_count=slurm.restart_count,
+        )
+    return RankPlace(
+        rank=local.rank,
+        local_rank=local.local_rank,
+        world_size=local.world_size,
+        job=local.job,
+        restart_count=0,
+    )
+
+
+def run_rank(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None = None,
+    survives_abort: bool = False,
+) -> Result:
+    """Train as one rank.  Returns for every outcome, last words included; the caller exits.
+
+    ``survives_abort`` is for the rank that hosts the conductor itself.
+    """
+    begun = time.time()
+    notices = _Notices()
+    SignalWatcher(notices.seen)
+    file = read_run_file(directory.spec_file)
+    hosts, port = parse_addresses(channel)
+    member = Member(
+        rank=place.rank,
+        world_size=place.world_size,
+        nonce=nonce,
+        hosts=hosts,
+        port=port,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        on_abort=_stay if survives_abort else _leave,
+    )
+    notices.say_through(member)
+    return _Rank(directory, place, file, member, nonce, launch_started or begun).train()
+
+
+class _Notices:
+    """Signals seen before there is a channel are said as soon as there is one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._early: list[Signals] = []
+        self._member: Member | None = None
+
+    def seen(self, signal: Signals) -> None:
+        with self._lock:
+            if self._member is None:
+                self._early.append(signal)
+            else:
+                self._member.send(p.Notice(what=signal.name))
+
+    def say_through(self, member: Member) -> None:
+        with self._lock:
+            self._member = member
+            early, self._early = self._early, []
+        for signal in early:
+            self.seen(signal)
+
+
+class _Rank:
+    """The steps of one rank's life, with what its last words need."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        place: RankPlace,
+        file: RunFile,
+        member: Member,
+        nonce: str,
+        launch_started: float,
+    ) -> None:
+        self._directory = directory
+        self._place = place
+        self._file = file
+        self._member = member
+        self._nonce = nonce
+        self._launch_started = launch_started
+        self._run: Any = None
+        self._variables = process_environ()
+
+    def train(self) -> Result:
+        """Train, and leave the channel when the last words are said."""
+        try:
+            return self._train()
+        finally:
+            self._member.close()
+
+    def _train(self) -> Result:
+        # Everything below may import torch; the three unwinding classes live beside it.
+        try:
+            run = self._prepare()
+        except Exception as error:
+            self._last_words(error)
+            return Result(Outcome.FAILED, 0)
+        from slurm_forge.training.boundary import RunStopped
+        from slurm_forge.training.skips import LaunchGivenUp
+
+        try:
+            self._entry(run)
+            return Result(Outcome.FINISHED, run.finish())
+        except RunStopped:
+            return Result(Outcome.STOPPED, run.step_number)
+        except LaunchGivenUp:
+            return Result(Outcome.GIVEN_UP, run.step_number)
+        except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
+            self._last_words(error)
+            return Result(Outcome.FAILED, run.step_number)
+
+    def _prepare(self) -> Any:
+        import torch
+
+        from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
+        from slurm_forge.training import rng
+        from slurm_forge.training.context import RankContext
+        from slurm_forge.training.entry import load_entry
+        from slurm_forge.training.process_group import choose_device, join
+        from slurm_forge.training.run import Run
+
+        imported = time.time()
+        member, place, spec = self._member, self._place, self._file.job
+        brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
+        device = choose_device(place.local_rank)
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
+            # Ranks that share a node's cores slow each other down by more than they gain; and a
+            # fixed number keeps the order of additions, hence every bit, the same.
+            torch.set_num_threads(spec.resources.cpus_per_task or 1)
+        groups = join(
+            member,
+            rank=place.rank,
+            world_size=place.world_size,
+            nonce=self._nonce,
+            device=device,
+            wait=_MEET_WITHIN,
+            collective_timeout=_COLLECTIVE_TIMEOUT,
+        )
+        met = time.time()
+        journal = None
+        if place.rank == 0:
+            journal = JournalWriter(
+                self._directory, attempt=brief.attempt, writer="rank0", launch=brief.launch
+            )
+        context = RankContext(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            host=socket.gethostname(),
+            brief=brief,
+            directory=self._directory,
+            spec=spec,
+        )
+        # The same on all ranks, so that they build the same model; the program may seed anew.
+        rng.derive(spec.seed, 0, 0)
+        self._entry = load_entry(spec.entry or "", self._file.folder)
+        self._run = Run(
+            context,
+            device=device,
+            groups=groups,
+            member=member,
+            journal=journal,
+            timings=lambda: (imported - self._launch_started, met - imported),
+        )
+        return self._run
+
+    def _last_words(self, error: BaseException) -> None:
+        """Over the channel, never over a collective: the others may be inside one."""
+        run = self._run
+        trace = "".join(traceback.format_exception(error))
+        sys.stderr.write(trace)
+        self._member.send(
+            p.Failed(
+                step=0 if run is None else run.step_number,
+                phase="start" if run is None else "train",
+                error=f"{type(error).__module__}.{type(error).__qualname__}",
+                text=f"{type(error).__name__}: {error}"[:2000],
+                trace=trace,
+                cause=_cause(error).value,
+                micro_batch=0 if run is None else run.micro_batch,
+            )
+        )
+
+
+def _cause(error: BaseException) -> Cause:
+    """What an exception of a rank means, as far as its type and text tell."""
+    if is_out_of_memory(error):
+        return Cause.CUDA_OOM
+    if isinstance(error, CheckpointMissingError):
+        return Cause.CHECKPOINT_BAD
+    if isinstance(error, RanksLostError):
+        return Cause.NCCL_ERROR
+    if isinstance(error, CheckpointError):
+        return Cause.STORAGE
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+        return Cause.STORAGE
+    text = str(error)
+    if "NCCL" in text or "Connection closed by peer" in text or "gloo" in text.lower():
+        # Its peer went first; whoever that was has said so, or is gone.
+        return Cause.NCCL_ERROR
+    return Cause.APP_ERROR
+
+
+def _stay(reason: str) -> None:
+    del reason
+
+
+def _leave(reason: str) -> NoReturn:
+    """The launch is over: no destructor, no collective, no waiting for data-loader workers."""
+    sys.stderr.write(f"slurm_forge: this rank leaves: {reason}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point of ``python -m slurm_forge.training.worker RUN``."""
+    arguments = sys.argv[1:] if argv is None else argv
+    knobs = Knobs.from_environ(os.environ)
+    code = 1
+    try:
+        if len(arguments) != 1 or knobs.channel is None:
+            raise ForgeError(
+                "the worker is started by slurm_forge itself",
+                next_step="Start a run with slurm-forge submit or slurm-forge run.",
+            )
+        result = run_rank(
+            RunDirectory.existing(arguments[0]),
+            place_from_environ(os.environ),
+            channel=knobs.channel,
+            nonce=knobs.nonce,
+            launch_started=knobs.started,
+        )
+        code = 1 if result.outcome is Outcome.FAILED else 0
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Interpreter shutdown would join loader workers and tear down groups that peers still use.
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

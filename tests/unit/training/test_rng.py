@@ -1,0 +1,135 @@
+"""Random states survive a round trip bit for bit, as tensors, or are refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.errors import CheckpointError
+from slurm_forge.training import rng
+
+
+def draw() -> list[float]:
+    """Numbers from every generator, through the calls that keep something back."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(numpy.random.rand()),
+        float(numpy.random.randn()),
+        *torch.rand(3).tolist(),
+        *torch.randn(3).tolist(),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    with rng.preserved():
+        rng.derive(1, 2, 3)
+        yield
+
+
+@given(st.integers(0, 9))
+def test_restored_generators_go_on_exactly_where_they_were(drawn_before):
+    for _ in range(drawn_before):
+        draw()
+    random.gauss(0, 1), numpy.random.randn()  # half a pair each is now held back
+    state = rng.capture()
+    expected = [draw() for _ in range(3)]
+    rng.derive(9, 9, 9)
+    assert rng.restore(state) == ()
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_a_captured_state_is_tensors_that_later_draws_do_not_change():
+    state = rng.capture()
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    draw()
+    assert set(state) == {"python", "numpy", "torch"}
+    for name, tensor in state.items():
+        assert tensor.dtype in (torch.int64, torch.uint8)
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, before[name])
+
+
+def broken(change) -> dict[str, torch.Tensor]:
+    state = dict(rng.capture())
+    change(state)
+    return state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.pop("torch"),
+        lambda s: s.pop("python"),
+        lambda s: s.update(other=torch.zeros(1)),
+        lambda s: s.update(torch=s["torch"][:-1]),
+        lambda s: s.update(torch=s["torch"].to(torch.int64)),
+        lambda s: s.update(python=s["python"].to(torch.float64)),
+        lambda s: s.update(numpy=s["numpy"].reshape(1, -1)),
+        lambda s: s.update(python="no tensor"),
+        lambda s: s.update(python=torch.cat([torch.tensor([9]), s["python"][1:]])),
+        lambda s: s.update(python=torch.cat([s["python"][:1], -s["python"][1:]])),
+        lambda s: s.update(numpy=torch.full_like(s["numpy"], -1)),
+    ],
+)
+def test_what_capture_does_not_write_is_refused(change):
+    with pytest.raises(CheckpointError):
+        rng.restore(broken(change))
+
+
+def test_refusing_for_a_shape_leaves_every_generator_alone():
+    state = rng.capture()
+    bad = {**state, "numpy": torch.zeros(3)}
+    expected = draw()
+    rng.restore(state)
+    with pytest.raises(CheckpointError):
+        rng.restore(bad)
+    assert draw() == expected
+
+
+def test_generators_of_another_kind_of_machine_are_named():
+    state = {**rng.capture(), "cuda": torch.zeros(16, dtype=torch.uint8)}
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert rng.restore(state) == ("cuda",)
+
+
+def test_derived_states_repeat_and_differ_by_step_and_rank():
+    def drawn(*which):
+        rng.derive(*which)
+        return tuple(draw())
+
+    seen = [drawn(*which) for which in [(0, 5, 1), (0, 5, 2), (0, 6, 1), (1, 5, 1)]]
+    assert len(set(seen)) == 4
+    assert len({value for numbers in seen for value in numbers}) == 4 * len(seen[0])
+    assert drawn(0, 5, 1) == seen[0]
+
+
+def test_randomness_of_a_sample_depends_on_its_identity_alone():
+    def drawn(*which, **how):
+        rng.seed_sample(*which, **how)
+        return tuple(draw())
+
+    first = drawn(0, 3, 7)
+    draw()
+    assert drawn(0, 3, 7) == first
+    others = [drawn(0, 3, 8), drawn(0, 4, 7), drawn(1, 3, 7), drawn(0, 3, 7, collate=True)]
+    assert len({first, *others}) == 5
+
+
+def test_preserved_gives_the_caller_its_states_back_after_an_error_too():
+    random.gauss(0, 1), numpy.random.randn()
+    state = rng.capture()
+    expected = draw()
+    rng.restore(state)
+    with pytest.raises(KeyError), rng.preserved():
+        rng.seed_sample(0, 0, 0)
+        draw()
+        raise KeyError
+    assert draw() == expected

@@ -1,0 +1,590 @@
+"""The run object of a single process: what it saves when, skips, counts, restores and refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slurm_forge as forge
+from slurm_forge.checkpoint.store import CheckpointStore
+from slurm_forge.control import LaunchBrief, Request, RequestKind
+from slurm_forge.control import protocol as p
+from slurm_forge.errors import CheckpointError, CheckpointMissingError, UnsupportedError
+from slurm_forge.journal import JournalWriter, read_journal
+from slurm_forge.journal import events as ev
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.training import rng
+from slurm_forge.training.batches import Batch
+from slurm_forge.training.boundary import RunStopped
+from slurm_forge.training.context import RankContext
+from slurm_forge.training.process_group import Groups
+from slurm_forge.training.skips import LaunchGivenUp
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.position import Position
+
+LENGTH, BATCH = 10, 4
+
+
+@dataclass
+class Channel:
+    """Nobody at the other end; ``due`` says what is asked for where."""
+
+    due: dict[Position, RequestKind] = field(default_factory=dict)
+    said: list[p.Message] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    pending: bool = True
+
+    def advance(self, position: Position, *, entering: bool = False) -> tuple[Request, ...]:
+        kind = self.due.get(position)
+        return () if kind is None else (Request(id=1, kind=kind, reason="asked"),)
+
+    def enter(self, phase: str, *, started: bool = True) -> None:
+        self.phases.append(phase)
+
+    def send(self, message: p.Message) -> None:
+        self.said.append(message)
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+@dataclass
+class Lab:
+    """Makes one attempt of a run after the other, each in what could be a new process."""
+
+    directory: RunDirectory
+    spec: dict[str, Any]
+    attempt: int = 0
+    plan: RecoveryPlan = field(default_factory=RecoveryPlan)
+    committed: int | None = None
+
+    def start(self, **due: Any) -> tuple[forge.Run, Channel]:
+        self.attempt += 1
+        rng.derive(0, 0, 0)  # as every process of a run begins
+        spec = {"name": "run", "entry": "any.thing:train", **self.spec}
+        journal = JournalWriter(self.directory, attempt=self.attempt, writer="rank0", launch=1)
+        context = RankContext(
+            rank=0,
+            local_rank=0,
+            world_size=1,
+            host="here",
+            brief=LaunchBrief(
+                attempt=self.attempt, launch=1, plan=self.plan, committed_step=self.committed
+            ),
+            directory=self.directory,
+            spec=job_from_mapping(spec),
+        )
+        channel = Channel(**due)
+        run = forge.Run(
+            context,
+            device=torch.device("cpu"),
+            groups=Groups(),
+            member=channel,  # type: ignore[arg-type]
+            journal=journal,
+        )
+        return run, channel
+
+    def events(self, kind: type) -> list[Any]:
+        records, damage = read_journal(self.directory)
+        assert not damage
+        return [record.event for record in records if isinstance(record.event, kind)]
+
+    def saved(self) -> list[tuple[int, str]]:
+        return [(event.step, event.reason) for event in self.events(ev.CheckpointCommitted)]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Callable[..., Lab]:
+    def make(**spec: Any) -> Lab:
+        directory = RunDirectory.at(tmp_path / "run")
+        directory.create(b"")
+        return Lab(directory, spec)
+
+    return make
+
+
+def prepared(run: forge.Run, *, lr: float = 0.1, **more: Any) -> nn.Linear:
+    torch.manual_seed(3)
+    model = nn.Linear(3, 1)
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), **more)
+    return model
+
+
+def batches(run: forge.Run, steps: int, **given: Any) -> Iterator[Any]:
+    return run.batches(Numbers(), global_batch_size=BATCH, until=forge.Steps(steps), **given)
+
+
+def train(run: forge.Run, model: nn.Module, steps: int, *, bad: tuple[int, ...] = ()) -> None:
+    for batch in batches(run, steps):
+        factor = float("nan") if run.step_number in bad else 1.0
+        run.train_step(batch, lambda micro, factor=factor: model(micro).square().mean() * factor)
+
+
+# -- what is saved, and when ----------------------------------------------------------------------
+
+
+def test_saves_by_steps_and_at_the_end(lab):
+    made = lab(checkpoint={"every_steps": 2})
+    run, channel = made.start()
+    train(run, prepared(run), 5)
+    assert run.finish() == 5
+    assert made.saved() == [(2, "every_steps"), (4, "every_steps"), (5, "final")]
+    assert channel.said == [p.Finished(step=5)]
+
+
+def test_what_is_saved_already_is_not_saved_again_at_the_end(lab):
+    made = lab(checkpoint={"every_steps": 2})
+    run, _ = made.start()
+    train(run, prepared(run), 4)
+    run.finish()
+    assert made.saved() == [(2, "every_steps"), (4, "every_steps")]
+
+
+def test_a_run_that_was_finished_already_saves_nothing(lab):
+    made = lab()
+    run, _ = made.start()
+    train(run, prepared(run), 3)
+    run.finish()
+    run, _ = made.start()
+    train(run, prepared(run), 3)
+    assert run.finish() == 3
+    assert made.saved() == [(3, "final")]
+    assert made.events(ev.Resumed)[-1].step == 3
+
+
+class Failing:
+    """An object that can't be saved at these steps."""
+
+    def __init__(self, run: forge.Run, *steps: int) -> None:
+        self._run, self._steps = run, steps
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._run.step_number in self._steps:
+            raise OSError(28, "No space left on device")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_save_that_fails_does_not_end_the_training(lab):
+    made = lab(checkpoint={"every_steps": 2})
+    run, _ = made.start()
+    train(run, prepared(run, failing=Failing(run, 2)), 4)
+    run.finish()
+    assert made.saved() == [(4, "every_steps")]
+    (failed,) = made.events(ev.CheckpointFailed)
+    assert failed.step == 2
+    assert "No space left" in failed.reason
+
+
+def test_a_run_whose_result_could_not_be_saved_is_not_finished(lab):
+    made = lab()
+    run, channel = made.start()
+    train(run, prepared(run, failing=Failing(run, 3)), 3)
+    with pytest.raises(CheckpointError, match="all 3 steps are done"):
+        run.finish()
+    assert not [said for said in channel.said if isinstance(said, p.Finished)]
+
+
+def test_a_stop_saves_and_says_where(lab):
+    made = lab()
+    run, channel = made.start(due={Position(2): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, prepared(run), 5)
+    (name,) = CheckpointStore(made.directory.checkpoints, "run").candidates()
+    assert channel.said == [p.Stopped(step=2, checkpoint=str(name))]
+    assert made.saved() == [(2, "stop")]
+
+
+def test_a_stop_where_everything_is_saved_names_that_checkpoint(lab):
+    made = lab(checkpoint={"every_steps": 2})
+    run, channel = made.start(due={Position(2, 1): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, prepared(run), 5)
+    assert made.saved() == [(2, "every_steps")]
+    assert channel.said[0].checkpoint.startswith("step-00000002.")
+
+
+def test_a_stop_that_could_not_be_saved_names_the_checkpoint_before_it(lab):
+    made = lab(checkpoint={"every_steps": 2})
+    run, channel = made.start(due={Position(3): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, prepared(run, failing=Failing(run, 3)), 5)
+    assert channel.said[0].step == 3
+    assert channel.said[0].checkpoint.startswith("step-00000002.")
+
+
+def test_a_save_that_was_asked_for_changes_nothing_else(lab):
+    made = lab()
+    run, _ = made.start(due={Position(2, 1, 1): RequestKind.SAVE, Position(3): RequestKind.SAVE})
+    train(run, prepared(run), 4)
+    assert made.saved()[-1] == (3, "asked")
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_is_the_uninterrupted_one(lab, tmp_path):
+    whole = Lab(RunDirectory.at(tmp_path / "whole"), {})
+    whole.directory.create(b"")
+    run, _ = whole.start()
+    expected = prepared(run)
+    train(run, expected, 7)
+    made = lab()
+    for stop in (2, 3, 6):
+        run, _ = made.start(due={Position(stop): RequestKind.STOP})
+        with pytest.raises(RunStopped):
+            train(run, prepared(run), 7)
+    run, _ = made.start()
+    model = prepared(run)
+    train(run, model, 7)
+    assert run.step_number == 7
+    assert torch.equal(model.weight, expected.weight)
+    assert [event.step for event in made.events(ev.Resumed)] == [0, 2, 3, 6]
+
+
+def test_plain_values_come_back(lab):
+    made = lab()
+    run, _ = made.start(due={Position(2): RequestKind.STOP})
+    run.extra["best"] = {"loss": 0.25, "steps": [1, 2]}
+    with pytest.raises(RunStopped):
+        train(run, prepared(run), 5)
+    run, _ = made.start()
+    kept = run.extra
+    prepared(run)
+    assert run.restore()
+    assert kept == {"best": {"loss": 0.25, "steps": [1, 2]}}, "not in place"
+    assert run.restore(), "asked twice, it forgets"
+
+
+def test_without_a_checkpoint_that_history_knows_of_the_run_does_not_start_over(lab):
+    made = lab()
+    made.committed = 40
+    run, _ = made.start()
+    prepared(run)
+    with pytest.raises(CheckpointMissingError, match="step 40"):
+        run.restore()
+
+
+def test_registering_after_the_restore_is_refused(lab):
+    run, _ = lab().start()
+    prepared(run)
+    run.restore()
+    with pytest.raises(UnsupportedError, match="after training has begun"):
+        run.register(late=nn.Linear(1, 1))
+
+
+# -- phases ---------------------------------------------------------------------------------------
+
+
+def draws() -> tuple[float, float]:
+    return random.random(), float(torch.rand(1))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_evaluation_may_draw_as_it_likes(lab, broken):
+    run, _ = lab().start()
+    prepared(run)
+    run.restore()
+    run.poll()
+    state = torch.get_rng_state(), random.getstate()
+    expected = draws()
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    try:
+        with run.phase("eval"):
+            draws()
+            if broken:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert draws() == expected
+
+
+def evaluating(run: forge.Run, model: nn.Module, steps: int) -> list[int]:
+    done = []
+    for batch in batches(run, steps):
+        if run.due("eval", every=2):
+            with run.phase("eval"):
+                for _ in range(3):
+                    draws()
+                    run.poll()
+            done.append(run.step_number)
+        run.train_step(batch, lambda micro: model(micro).square().mean() + draws()[1])
+    return done
+
+
+def test_an_evaluation_that_was_cut_off_is_run_again_and_changes_nothing(lab, tmp_path):
+    whole = Lab(RunDirectory.at(tmp_path / "whole"), {})
+    whole.directory.create(b"")
+    run, _ = whole.start()
+    assert evaluating(run, prepared(run), 6) == [2, 4]
+    expected = draws()
+    made = lab()
+    run, _ = made.start(due={Position(2, 2, 2): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        evaluating(run, prepared(run), 6)
+    run, _ = made.start(due={Position(3): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        evaluating(run, prepared(run), 6)
+    run, _ = made.start()
+    assert evaluating(run, prepared(run), 6) == [4], "one that was complete is run again"
+    assert draws() == expected
+    assert [event.step for event in made.events(ev.Resumed)] == [0, 2, 3]
+
+
+def test_a_save_in_an_evaluation_keeps_the_random_state_of_the_training(lab):
+    made = lab()
+    run, channel = made.start(due={Position(2, 2, 2): RequestKind.SAVE})
+    evaluating(run, prepared(run), 4)
+    expected = draws()
+    assert made.saved() == [(2, "asked")]
+    saving = channel.phases.index("save")
+    assert channel.phases[saving - 1 : saving + 2] == ["eval", "save", "eval"]
+    run, _ = made.start()
+    assert evaluating(run, prepared(run), 4) == [2]
+    assert draws() == expected
+
+
+def test_due_is_every_so_many_steps_and_never_before_the_first(lab):
+    run, _ = lab().start()
+    model = prepared(run)
+    due = []
+    for batch in batches(run, 5):
+        if run.due("eval", every=2):
+            due.append(run.step_number)
+            with run.phase("eval"):
+                pass
+            assert not run.due("eval", every=2)
+        run.train_step(batch, lambda micro: model(micro).mean())
+    assert due == [2, 4]
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def test_samples_come_in_the_run_s_order_across_epochs(lab):
+    run, _ = lab(seed=5).start()
+    model = prepared(run)
+    seen = []
+    for batch in batches(run, 5):
+        run.train_step(batch, lambda micro: model(micro).mean())
+        seen += batch.sample_ids
+    epochs = [[index for epoch, index in seen if epoch == number] for number in (0, 1)]
+    assert [sorted(indices) for indices in epochs] == [list(range(LENGTH))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_a_step_that_only_measures_does_not_count(lab):
+    run, _ = lab().start()
+    model = prepared(run)
+    for batch in batches(run, 1):
+        with run.step(batch) as step:
+            for micro in step.micro_batches():
+                model(micro).mean()
+        assert run.step_number == 0
+        run.train_step(batch, lambda micro: model(micro).mean())
+    assert run.step_number == 1
+
+
+def test_the_plan_makes_the_micro_batch_smaller_and_the_gradient_the_same(lab, tmp_path):
+    models = []
+    for plan in (RecoveryPlan(), RecoveryPlan(micro_batch=1)):
+        made = Lab(RunDirectory.at(tmp_path / f"run-{plan.micro_batch}"), {}, plan=plan)
+        made.directory.create(b"")
+        run, _ = made.start()
+        model = prepared(run, lr=0.001)
+        for batch in batches(run, 2, micro_batch_size=2):
+            assert batch.micro_sizes == ((2, 2) if plan.micro_batch is None else (1, 1, 1, 1))
+            run.train_step(batch, lambda micro, model=model: model(micro).square().mean())
+        assert run.micro_batch == (plan.micro_batch or 2)
+        models.append(model)
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+def test_the_plan_scales_the_learning_rate_and_not_the_optimizer(lab, tmp_path):
+    moved = []
+    for plan in (RecoveryPlan(), RecoveryPlan(lr_factor=0.5, lr_from_step=0, lr_ramp_steps=0)):
+        made = Lab(RunDirectory.at(tmp_path / f"run-{plan.lr_factor}"), {}, plan=plan)
+        made.directory.create(b"")
+        run, _ = made.start()
+        model = prepared(run)
+        before = model.weight.detach().clone()
+        train(run, model, 1)
+        moved.append(model.weight.detach() - before)
+    torch.testing.assert_close(moved[0] * 0.5, moved[1])
+
+
+def test_a_learning_rate_schedule_goes_on_over_skipped_steps(lab):
+    run, _ = lab().start()
+    torch.manual_seed(3)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    run.register(model=model, optimizer=optimizer, scheduler=scheduler)
+    train(run, model, 3, bad=(1,))
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+# -- gradients that are not finite ----------------------------------------------------------------
+
+POLICY = {"non_finite": [{"do": "skip", "times": 2}, {"do": "rollback", "times": 1}]}
+
+
+def test_a_bad_step_is_skipped_and_its_samples_are_gone(lab):
+    made = lab(recovery=POLICY)
+    run, _ = made.start()
+    model = prepared(run)
+    train(run, model, 4, bad=(1, 3))
+    assert run.step_number == 4
+    assert torch.isfinite(model.weight).all()
+    skipped = made.events(ev.StepSkipped)
+    assert [(s.step, s.first_sample, s.samples, s.consecutive) for s in skipped] == [
+        (2, BATCH, BATCH, 1),
+        (4, 3 * BATCH, BATCH, 1),
+    ]
+
+
+def test_too_many_in_a_row_give_the_launch_up_without_a_save(lab):
+    made = lab(recovery=POLICY, checkpoint={"every_steps": 1})
+    run, channel = made.start()
+    with pytest.raises(LaunchGivenUp):
+        train(run, prepared(run), 9, bad=(2, 3, 4))
+    (said,) = channel.said
+    assert (said.cause, said.step) == (Cause.NON_FINITE.value, 4)
+    assert made.saved()[-1][0] == 3, "what came after the last good step was saved"
+
+
+def test_a_hook_may_let_it_go_on(lab):
+    made = lab(recovery=POLICY)
+    run, _ = made.start()
+    asked = []
+
+    @run.on("on_instability")
+    def decide(incident: Any) -> Decision:
+        asked.append(incident)
+        return Decision(
+            incident_id=incident.id,
+            cause=incident.cause,
+            action=Action.SKIP,
+            reason="known",
+            plan=RecoveryPlan(),
+        )
+
+    train(run, prepared(run), 6, bad=(1, 2, 3, 4))
+    assert run.step_number == 6
+    assert [incident.step for incident in asked] == [3, 5]
+
+
+# -- hooks and figures ----------------------------------------------------------------------------
+
+
+def test_hooks_are_called_in_order(lab):
+    made = lab(checkpoint={"every_steps": 2})
+    told: list[tuple[Any, ...]] = []
+
+    def listen(run: forge.Run) -> None:
+        for name in ("train_begin", "resume", "step_end", "eval_end", "save", "stop", "train_end"):
+            run.on(f"on_{name}")(lambda known=name, **given: told.append((known, given["step"])))
+
+    run, _ = made.start(due={Position(3): RequestKind.STOP})
+    listen(run)
+    with pytest.raises(RunStopped):
+        evaluating(run, prepared(run), 9)
+    assert told == [
+        ("train_begin", 0),
+        ("step_end", 1),
+        ("step_end", 2),
+        ("save", 2),
+        ("eval_end", 2),
+        ("step_end", 3),
+        ("save", 3),
+        ("stop", 3),
+    ]
+    told.clear()
+    run, _ = made.start()
+    listen(run)
+    evaluating(run, prepared(run), 4)
+    run.finish()
+    assert told == [
+        ("resume", 3),
+        ("train_begin", 3),
+        ("step_end", 4),
+        ("save", 4),
+        ("train_end", 4),
+    ]
+
+
+def test_a_hook_that_does_not_exist_is_a_mistake(lab):
+    run, _ = lab().start()
+    with pytest.raises(ValueError, match="on_step_end"):
+        run.on("on_stepend")(lambda **given: None)
+
+
+def test_figures_are_written_down_and_those_that_are_none_are_not(lab):
+    made = lab()
+    run, _ = made.start()
+    model = prepared(run)
+    for batch in batches(run, 1):
+        run.log(loss=torch.tensor(0.5), bad=float("nan"), steps=3)
+        run.train_step(batch, lambda micro: model(micro).mean())
+    run.finish()
+    (logged,) = made.events(ev.Logged)
+    assert logged.values == {"loss": 0.5, "steps": 3.0}
+    assert made.events(ev.Progress)[-1].consumed == BATCH
+
+
+def test_somebody_else_s_loop_is_stopped_at_its_polls(lab):
+    made = lab()
+    run, channel = made.start(due={Position(2): RequestKind.STOP})
+    model = prepared(run)
+    assert not run.restore()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = Batch(
+        step=0,
+        consumed=0,
+        micro_batches=(torch.ones(2, 3),),
+        micro_sizes=(2,),
+        sample_ids=((0, 0), (0, 1)),
+    )
+    with pytest.raises(RunStopped):
+        for _ in range(5):
+            run.poll()
+            with run.step(batch) as step:
+                for micro in step.micro_batches():
+                    step.backward(model(micro).mean())
+                step.apply(optimizer)
+    assert channel.said[0].step == 2
+
+
+def test_a_batch_that_is_passed_over_is_an_error_and_no_endless_loop(lab):
+    run, _ = lab().start()
+    prepared(run)
+    with pytest.raises(UnsupportedError, match="no step was applied"):
+        for _ in batches(run, 1):
+            pass
+
+
+def test_a_step_without_any_optimizer_is_an_error(lab):
+    run, _ = lab().start()
+    run.register(model=torch.nn.Linear(1, 1))
+    weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(UnsupportedError, match="no optimizer"):
+        for batch in batches(run, 1):
+            run.train_step(batch, lambda micro: (micro * weight).mean())
