@@ -1,0 +1,1 @@
+"""Starting runs and bringing them back: supervisor, requeue ladder, submission.  No torch."""

@@ -1,0 +1,36 @@
+"""``slurm_forge.submit``: from Python, one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, entry_of, submit_script
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.spec import job_from_mapping
+
+__all__ = ["submit"]
+
+
+def submit(
+    train: Callable[..., Any] | str,
+    spec: Mapping[str, Any],
+    *,
+    runs: Path | str = "runs",
+    site: str | None = None,
+    slurm: Slurm | None = None,
+) -> RunDirectory:
+    """Make a run of a training function and submit it; ``spec`` has the keys of a job file.
+
+    ``train`` is a function at the top of a module, or ``module:function``.  Returns the run
+    directory; ``slurm-forge status`` and ``explain`` take its name.
+    """
+    entry = train if isinstance(train, str) else entry_of(train)
+    job = job_from_mapping({**spec, "entry": entry})
+    chosen = find_site(site)
+    run, file = create_run(job, runs=Path(runs), site=chosen, submitted_from=Path.cwd())
+    submit_script(run, file, chosen, slurm or SubprocessSlurm.of_this_process())
+    return run

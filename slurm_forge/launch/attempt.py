@@ -1,0 +1,196 @@
+"""One attempt, whoever conducts it: begin (or refuse to), decide after a launch, end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
+from slurm_forge.errors import ForgeError, RunDirectoryError
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    DecisionTaken,
+    Event,
+    Finished,
+    IncidentSeen,
+    LaunchEnded,
+    LaunchStarted,
+)
+from slurm_forge.recovery import LaunchFacts, classify, decide
+from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.vocabulary.decision import Action, Decision
+
+__all__ = ["RELAUNCHING", "REQUEUEING", "Attempt", "Refusal", "begin"]
+
+#: Statuses in which a start that nobody asked for does nothing.
+_AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED})
+
+
+class Refusal(str, Enum):
+    """Why an attempt is not begun.  Each one exits 0: starting again would change nothing."""
+
+    DONE = "done"
+    STOP_FILE = "stop_file"
+    AT_REST = "at_rest"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A claimed attempt with its journal; made by ``begin``."""
+
+    run: RunDirectory
+    file: RunFile
+    claim: Claim
+    journal: JournalWriter
+    launch: int = 0
+
+    @property
+    def fence(self) -> Fence:
+        """Raises once a newer attempt has taken the run over."""
+        return Fence(self.run, self.claim.attempt)
+
+    def state(self) -> RunState:
+        """The state of the run, read anew."""
+        records, _ = read_journal(self.run, thin=True)
+        return fold(records)
+
+    def next_launch(self, hub: Hub, nodes: tuple[str, ...] = ()) -> None:
+        """Number the launch, brief the ranks that will join ``hub``.
+
+        ``FencedError`` if another attempt has taken over since the launch before.
+        """
+        if self.launch > 0:
+            self.fence()
+        self.launch += 1
+        self.journal.launch = self.launch
+        state = self.state()
+        brief = LaunchBrief(
+            attempt=self.claim.attempt,
+            launch=self.launch,
+            plan=state.plan,
+            committed_step=state.committed_step,
+        )
+        hub.publish(BRIEF_KEY, brief.to_text())
+        self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes))
+
+    def conclude(self, facts: LaunchFacts) -> Decision | None:
+        """Journal how the launch ended; the decision, or None when the run is finished."""
+        if facts.finished:
+            step = facts.step or 0
+            self.journal.write(LaunchEnded(outcome="finished", step=facts.step))
+            self.fence()
+            self.run.mark_done(step, self.claim.attempt)
+            self.journal.write(Finished(step=step))
+            return None
+        incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
+        policy = self.file.job.recovery
+        full = self._cannot_write(
+            LaunchEnded(
+                outcome=incident.cause.value,
+                step=facts.step if incident.step is None else incident.step,
+            ),
+            IncidentSeen(incident=incident),
+        )
+        decision = decide(policy, self.state(), incident, batch_coupled=self.file.job.batch_coupled)
+        full = self._cannot_write(DecisionTaken(decision=decision)) or full
+        if full is not None and not _unlimited(policy, decision):
+            # A budget that is charged nowhere would never be used up.
+            raise RunDirectoryError(
+                f"the journal of {self.run.name} can't be written ({full}), and "
+                f"{decision.reason} must be counted",
+                next_step=f"Make room or check the quota of {self.run.path}, then: "
+                f"slurm-forge requeue {self.run.name}",
+            ) from full
+        return decision
+
+    def _cannot_write(self, *events: Event) -> OSError | None:
+        try:
+            for event in events:
+                self.journal.write(event)
+        except OSError as error:
+            return error
+        return None
+
+    def end(self, outcome: str) -> None:
+        """The last line of this attempt.  What the attempt came to is settled by now."""
+        with contextlib.suppress(OSError):
+            self.journal.write(AttemptEnded(outcome=outcome), durable=True)
+        self.journal.close()
+
+
+def _unlimited(policy: Recovery, decision: Decision) -> bool:
+    """Whether the decision may be taken any number of times (a requeue after a preemption)."""
+    if decision.rung is None:
+        return decision.action is Action.STOP
+    return policy.ladder(decision.cause)[decision.rung].times is None
+
+
+def begin(
+    run: RunDirectory,
+    *,
+    job: str,
+    restart_count: int,
+    nodes: tuple[str, ...],
+    via: str,
+    clock: Callable[[], float] = time.time,
+) -> Attempt | Refusal:
+    """Claim the run for a new attempt, unless there is nothing to do or nobody wants it."""
+    if run.is_done():
+        return Refusal.DONE
+    if run.stop_file.exists():
+        return Refusal.STOP_FILE
+    file = read_run_file(run.spec_file)
+    records, _ = read_journal(run, thin=True)
+    if fold(records).status in _AT_REST:
+        return Refusal.AT_REST
+    if file.job.entry is None:
+        raise ForgeError(
+            "this run has a command, not an entry",
+            next_step="Write entry: module:function in the job file.",
+        )
+    claim = claim_attempt(
+        run,
+        job=job,
+        restart_count=restart_count,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        nodes=nodes,
+        time=clock(),
+    )
+    journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
+    journal.write(
+        AttemptStarted(
+            job=job,
+            restart_count=restart_count,
+            nodes=nodes,
+            host=claim.host,
+            via=via,
+        ),
+        durable=True,
+    )
+    return Attempt(run, file, claim, journal)
+
+
+#: What a decision means for somebody who can't start ranks again in the same job.
+REQUEUEING = frozenset(
+    {
+        Action.REQUEUE,
+        Action.RELAUNCH,
+        Action.ROLLBACK,
+        Action.SHRINK_MICRO_BATCH,
+        Action.RAISE_MEM,
+        Action.WARN,
+        Action.SKIP,
+    }
+)
+#: What the supervisor cures without giving the nodes back.
+RELAUNCHING = frozenset({Action.RELAUNCH, Action.ROLLBACK})

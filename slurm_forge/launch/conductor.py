@@ -1,0 +1,366 @@
+"""Conducts one launch: hears what ranks and Slurm say, asks for stops, saves and probes.
+
+Used by the supervisor in the batch step and, on a thread, by rank 0 where there is no supervisor.
+It only watches and asks; what the launch's end means is classified and decided afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from slurm_forge.control import Hub, RequestKind
+from slurm_forge.control import protocol as p
+from slurm_forge.control.hub import Agreed, Gone, Said
+from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import Event, NoticeSeen, StopAgreed
+from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.probe_judge import ProbeJudge
+from slurm_forge.launch.seen import Launched, Seen
+from slurm_forge.launch.timing import Timing
+from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Conductor"]
+
+_TICK_S = 0.05
+#: After a first failure: how long the others may say their last words before all are ended.
+_LAST_WORDS_S = 0.3
+#: How long ranks that were told to leave may take before their launcher is killed.
+_LEAVE_S = 5.0
+#: A launcher that a kill does not end (its rank sits in the kernel) is waited for no longer.
+_GIVE_UP_S = 30.0
+_FILES_EVERY_S = 1.0
+_REFRESH_EVERY_S = 60.0
+#: While a stop is under way and Slurm has not said yet when the job ends.
+_ASK_AGAIN_S = 5.0
+#: How long the last question to Slurm may hold up what comes after the launch.
+_LAST_QUERY_S = 3.0
+
+
+class Conductor:
+    """Watches one launch until it is over.  ``signal`` may be called from any thread."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        *,
+        journal: JournalWriter,
+        watch: JobWatch,
+        timing: Timing,
+        stop_file: Path,
+        save_file: Path,
+        launched: Launched | None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._hub = hub
+        self._journal = journal
+        self._watch = watch
+        self._timing = timing
+        self._stop_file = stop_file
+        self._save_file = save_file
+        self._launched = launched
+        self._clock = clock
+        self._now = now
+        self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._seen = Seen()
+        self._next_files = 0.0
+        self._next_save = clock() + _seconds(timing.save_every)
+        self._next_refresh = clock() + _REFRESH_EVERY_S
+        self._next_stop_query = 0.0
+        self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+
+    def signal(self, name: str) -> None:
+        """The batch step itself got a signal."""
+        self._signals.put(name)
+
+    def watch(self) -> LaunchFacts:
+        """Conduct until the launch is over; what was seen."""
+        self._watch.ask()
+        while not self._over():
+            self._hear()
+            self._look()
+        self._last_query()
+        return self._seen.facts(
+            self._hub.members(),
+            now=self._now(),
+            lead=self._timing.lead,
+            late=self._judge.failed,
+            job_now=self._watch.latest,
+            launched=self._launched,
+        )
+
+    # -- hearing -----------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        try:
+            event = self._hub.events.get(timeout=_TICK_S)
+        except queue.Empty:
+            return
+        while True:
+            match event:
+                case Said():
+                    self._said(event.rank, event.message)
+                case Gone():
+                    self._gone(event.rank)
+                case Agreed() if event.request.kind is RequestKind.STOP:
+                    self._note(StopAgreed(step=event.target.step, seconds=event.seconds))
+                case Agreed() if event.request.id == self._seen.save_request:
+                    self._seen.save_request = None
+                    self._seen.save_step = event.target.step
+                case _:
+                    pass
+            try:
+                event = self._hub.events.get_nowait()
+            except queue.Empty:
+                return
+
+    def _said(self, rank: int, message: p.Message) -> None:
+        seen = self._seen
+        match message:
+            case p.Notice():
+                # A rank that is being ended by its launcher gets signals too: those mean nothing.
+                if seen.ending_since is None:
+                    seen.rank_signals.append(message.what)
+                    self._note(NoticeSeen(what=message.what, source=f"rank {rank}"))
+                    self._ask_stop(message.what)
+            case p.Stopped():
+                seen.said_goodbye.add(rank)
+                seen.stopped = message if rank == 0 or seen.stopped is None else seen.stopped
+            case p.Finished():
+                seen.said_goodbye.add(rank)
+                seen.finished[rank] = message
+            case p.Failed():
+                seen.said_goodbye.add(rank)
+                self._fail(
+                    rank, message.cause, message.step, message.text, micro_batch=message.micro_batch
+                )
+            case p.Recover():
+                seen.said_goodbye.add(rank)
+                if not seen.given_up:
+                    seen.given_up = True
+                    self._fail(rank, message.cause, message.step, message.text, everybody=True)
+            case p.ProbeArrived() | p.ProbeDone():
+                self._judge.hear(rank, message)
+            case _:
+                pass
+
+    def _fail(
+        self,
+        rank: int,
+        cause: str,
+        step: int,
+        text: str,
+        *,
+        micro_batch: int = 0,
+        everybody: bool = False,
+    ) -> None:
+        member = self._hub.members().get(rank)
+        known = cause in {each.value for each in Cause}
+        self._seen.failures.append(
+            RankFailure(
+                rank=rank,
+                host="?" if member is None else member.host,
+                cause=Cause(cause) if known else Cause.UNKNOWN,
+                step=step,
+                text=text,
+                micro_batch=micro_batch or None,
+                after_loss=bool(self._seen.lost),
+                everybody=everybody,
+            )
+        )
+        self._end()
+
+    def _gone(self, rank: int) -> None:
+        # Ranks that we told to leave go without a word: that is no evidence of anything.
+        if rank in self._seen.said_goodbye or self._seen.aborted:
+            return
+        member = self._hub.members().get(rank)
+        self._seen.lost.append(LostRank(rank, "?" if member is None else member.host))
+        self._end()
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = self._clock()
+        while True:
+            try:
+                name = self._signals.get_nowait()
+            except queue.Empty:
+                break
+            if not self._seen.batch_signals or self._seen.batch_signals[-1] != name:
+                self._note(NoticeSeen(what=name, source="batch step"))
+            self._seen.batch_signals.append(name)
+            self._ask_stop(name)
+        self._take_record(now)
+        self._check_files(now)
+        self._check_time_limit(now)
+        self._check_deadline(now)
+        if self._undisturbed():
+            if now >= self._next_save:
+                self._next_save = now + _seconds(self._timing.save_every)
+                if self._may_save():
+                    self._ask_save("every_minutes")
+            measured = self._judge.look(now)
+            if measured is not None:
+                self._note(measured)
+                if not measured.ok:
+                    self._end()
+        if self._seen.ending_since is not None:
+            since = now - self._seen.ending_since
+            if since >= _LAST_WORDS_S:
+                self._seen.aborted = True
+                self._hub.abort("the launch is over")
+            if since >= _LEAVE_S and self._launched is not None:
+                self._launched.kill()
+
+    def _undisturbed(self) -> bool:
+        """Whether the launch goes on and nobody has left it: else nothing new is asked for."""
+        seen = self._seen
+        return seen.stop_asked is None and seen.ending_since is None and not seen.said_goodbye
+
+    def _may_save(self) -> bool:
+        """Not before anything was computed, nor while the last one waits for a long phase to end:
+        that would be a second save of the same step.
+        """
+        members = self._hub.members().values()
+        if self._seen.save_request is not None or not self._undisturbed():
+            return False
+        return any(member.started for member in members) and all(
+            member.step >= self._seen.save_step for member in members
+        )
+
+    def _ask_save(self, why: str) -> None:
+        self._seen.save_request = self._hub.request(RequestKind.SAVE, why)
+
+    def _note(self, event: Event) -> None:
+        """Journal what was seen.  A full disk must not end the launch that it is about."""
+        with contextlib.suppress(OSError):
+            self._journal.write(event)
+
+    def _take_record(self, now: float) -> None:
+        seen = self._seen
+        if self._watch.collect():
+            record = self._watch.latest
+            seen.first_record = seen.first_record or record
+            # An answer to a question from before the notice says nothing about its cause.
+            after = seen.stop_asked is not None and self._watch.latest_query >= seen.stop_query
+            if after and seen.notice_record is None:
+                seen.notice_record = record
+        unknown = seen.stop_asked is not None and seen.notice_record is None
+        if unknown and not self._watch.asking and now >= self._next_stop_query:
+            self._next_stop_query = now + _ASK_AGAIN_S
+            self._watch.ask()
+
+    def _check_files(self, now: float) -> None:
+        if now < self._next_files or self._seen.stop_asked is not None:
+            return
+        self._next_files = now + _FILES_EVERY_S
+        # A storage that does not answer is no reason to end the launch: it is looked at again.
+        with contextlib.suppress(OSError):
+            if self._stop_file.exists():
+                self._seen.stop_file = True
+                self._note(NoticeSeen(what="STOP", source="file"))
+                self._ask_stop("STOP file")
+            elif self._may_save() and self._save_file.exists():
+                self._save_file.unlink(missing_ok=True)
+                self._note(NoticeSeen(what="SAVE", source="file"))
+                self._ask_save("SAVE file")
+
+    def _check_time_limit(self, now: float) -> None:
+        record = self._watch.latest
+        if record is None or record.end_time is None or self._seen.stop_asked is not None:
+            if record is None and now >= self._next_refresh:
+                self._next_refresh = now + _REFRESH_EVERY_S
+                self._watch.ask()
+            return
+        left = record.end_time - self._now()
+        if now >= self._next_refresh and left <= self._timing.lead + timedelta(minutes=10):
+            # The limit may have been changed; near the end we look once a minute.
+            self._next_refresh = now + _REFRESH_EVERY_S
+            self._watch.ask()
+        if left <= self._timing.lead:
+            self._seen.due_time_limit = True
+            self._note(NoticeSeen(what="end of the time limit", source="clock"))
+            self._ask_stop("time limit")
+
+    def _check_deadline(self, now: float) -> None:
+        seen = self._seen
+        if seen.stop_asked is None or seen.deadline_passed:
+            return
+        record = self._watch.latest
+        given = self._timing.stop_within
+        if record is not None and record.end_time is not None:
+            asked_ago = timedelta(seconds=now - seen.stop_asked)
+            given = min(given, record.end_time - (self._now() - asked_ago))
+        if now - seen.stop_asked >= (given - self._timing.margin(given)).total_seconds():
+            if seen.notice_record is None and self._watch.asking:
+                return  # the first answer is still to come: it may say that there is more time
+            seen.deadline_passed = True
+
+    def _ask_stop(self, why: str) -> None:
+        if self._seen.stop_asked is not None:
+            return
+        self._seen.stop_asked = self._clock()
+        self._seen.stop_query = self._watch.ask()
+        self._next_stop_query = self._seen.stop_asked + _ASK_AGAIN_S
+        started = [member.started for member in self._hub.members().values()]
+        if self._seen.finished:
+            pass  # who is through can't save together with the others: they come to their end, too
+        elif any(started):
+            self._hub.request(RequestKind.STOP, why)
+        else:
+            self._end()  # nothing has been computed yet: what is on disk is as new as can be
+
+    def _end(self) -> None:
+        if self._seen.ending_since is None:
+            self._seen.ending_since = self._clock()
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _over(self) -> bool:
+        seen = self._seen
+        if seen.deadline_passed:
+            return True
+        ending = 0.0 if seen.ending_since is None else self._clock() - seen.ending_since
+        if self._launched is not None:
+            if self._launched.poll() is None:
+                return ending > _GIVE_UP_S
+            self._drain()
+            return True
+        # Who has said goodbye leaves by itself; whoever has not may still be at it, or fail.
+        if len(seen.said_goodbye) == self._hub.world_size:
+            return True
+        return ending > 2 * _LAST_WORDS_S
+
+    def _drain(self) -> None:
+        """What ranks said right before they ended may still be on its way."""
+        until = self._clock() + 1.0
+        while self._clock() < until:
+            self._hear()
+            if all(not member.connected for member in self._hub.members().values()):
+                self._hear()
+                return
+
+    def _last_query(self) -> None:
+        """Slurm's last word on the job, if it comes soon: not for a launch that finished."""
+        notice = self._seen.notice_record
+        known = notice is not None and notice.preempt_time is not None
+        if self._seen.is_finished or self._seen.deadline_passed or known:
+            return  # nothing to learn, or no time left for it
+        if not self._watch.asking:
+            self._watch.ask()
+        until = self._clock() + _LAST_QUERY_S
+        while self._watch.asking and self._clock() < until:
+            self._take_record(self._clock())
+            time.sleep(_TICK_S)
+        self._take_record(self._clock())
+
+
+def _seconds(every: timedelta | None) -> float:
+    return float("inf") if every is None else every.total_seconds()

@@ -1,0 +1,187 @@
+"""The conductor inside rank 0's process: for stock submitit executors, which have no supervisor.
+
+Same hub, same decisions.  What needs the batch step is missing: nobody outlives rank 0, and ranks
+are not started again inside the allocation, so every cure is a requeue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slurm_forge.control import Hub
+from slurm_forge.errors import FencedError, RunDirectoryError
+from slurm_forge.files import read_json, write_atomic
+from slurm_forge.launch.attempt import REQUEUEING, Attempt
+from slurm_forge.launch.conductor import Conductor
+from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.ladder import Ladder
+from slurm_forge.launch.timing import timing
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.vocabulary.decision import Decision
+
+__all__ = ["Embedded", "Rendezvous", "await_rendezvous", "withdraw"]
+
+_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where rank 0 of this attempt hosts the control channel; None of it when it refuses."""
+
+    channel: str
+    nonce: str
+    attempt: int
+
+    def publish(self, run: RunDirectory, key: str) -> None:
+        """Write it for the other ranks; readable by the user alone, because of the nonce."""
+        body = {"channel": self.channel, "nonce": self.nonce, "attempt": self.attempt}
+        write_atomic(run.rendezvous(key), json.dumps(body).encode())
+
+
+def withdraw(run: RunDirectory, key: str) -> None:
+    """Remove the file, so that the next attempt under the same key isn't misled."""
+    run.rendezvous(key).unlink(missing_ok=True)
+
+
+def await_rendezvous(
+    run: RunDirectory, key: str, usable: Callable[[Rendezvous], bool], *, wait_s: float = 120.0
+) -> Rendezvous | None:
+    """What rank 0 published, once ``usable`` says that it is alive; None once the run is done.
+
+    A file left by an older attempt names a hub that nobody answers at, or with another nonce.
+    """
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        try:
+            body = read_json(run.rendezvous(key), _LIMIT)
+            found = Rendezvous(str(body["channel"]), str(body["nonce"]), int(body["attempt"]))
+        except (OSError, RunDirectoryError, KeyError, ValueError, TypeError):
+            found = None
+        if found is not None and not found.channel:
+            return None
+        if found is not None and usable(found):
+            return found
+        time.sleep(0.05)
+    raise RunDirectoryError(
+        f"rank 0 did not say where it is within {wait_s:.0f} s ({run.rendezvous(key)})",
+        next_step="Look at the log of rank 0; is the run directory on storage that all nodes see?",
+    )
+
+
+class Embedded:
+    """Conducts from a thread of rank 0; ``exit_code`` decides how this process then ends."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        world_size: int,
+        job: str,
+        slurm: Slurm | None,
+        requeue_exit_code: int | None,
+        leave: Callable[[int], None] | None = None,
+    ) -> None:
+        self._attempt = attempt
+        self._slurm = slurm
+        self._job = job
+        self._requeue_exit_code = requeue_exit_code
+        self._exit = leave or os._exit
+        self.hub = Hub(world_size=world_size, nonce=secrets.token_hex(16))
+        self._watch = JobWatch(slurm, job)
+        self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
+        self._over = threading.Event()
+        self._decision: Decision | None = None
+        #: Set once the attempt is over (and this process still lives).
+        self.finished = False
+        self.code = 0
+
+    def start(self) -> None:
+        """Open the channel and begin to conduct."""
+        self.hub.start()
+        self._attempt.next_launch(self.hub)
+        self._thread.start()
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What the other ranks need to know."""
+        return Rendezvous(self.hub.addresses, self.hub.nonce, self._attempt.claim.attempt)
+
+    def _conduct(self) -> None:
+        file, run = self._attempt.file, self._attempt.run
+        conductor = Conductor(
+            self.hub,
+            journal=self._attempt.journal,
+            watch=self._watch,
+            timing=timing(file.job),
+            stop_file=run.stop_file,
+            save_file=run.save_file,
+            launched=None,
+        )
+        try:
+            facts = conductor.watch()
+            self._conclude(facts)
+        except FencedError as error:
+            sys.stderr.write(f"slurm_forge: {error}\n")
+            self._leave(0)
+        except BaseException as error:
+            # A conductor that dies silently would leave every rank waiting for ever.
+            sys.stderr.write(f"slurm_forge: the conductor failed: {error!r}\n")
+            self._leave(1)
+
+    def _conclude(self, facts: LaunchFacts) -> None:
+        self._decision = self._attempt.conclude(facts)
+        if self._decision is None:
+            self._attempt.end("finished")
+            self.finished = True
+            self._over.set()
+            return
+        code = 0
+        outcome = self._decision.action.value
+        if self._decision.action in REQUEUEING:
+            if self._slurm is None:
+                outcome, code = "requeued", self._requeue_exit_code or 0
+                self._attempt.fence()
+            else:
+                ladder = Ladder(
+                    self._slurm,
+                    job=self._job,
+                    script=None,
+                    journal=self._attempt.journal,
+                    fence=self._attempt.fence,
+                )
+                outcome = ladder.climb(self._decision.reason).taken.value
+        else:
+            code = 1
+        self._attempt.end(outcome)
+        sys.stderr.write(f"slurm_forge: {self._decision.reason}: {outcome}\n")
+        self._leave(code)
+
+    def _leave(self, code: int) -> None:
+        """Rank 0 may sit in a collective that will never end: only this thread can end it."""
+        self.hub.abort("the launch is over")
+        # The others leave when they read that, or when the channel closes with this process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._exit(code)
+        self.code = code
+        self._over.set()
+
+    @property
+    def reason(self) -> str:
+        """Why the attempt ended, for the user."""
+        return "" if self._decision is None else self._decision.reason
+
+    def wait_over(self) -> None:
+        """For rank 0's main thread after its last words; mostly the process ends in here."""
+        self._over.wait()
+        self.hub.close()
+        self._watch.close()

@@ -1,0 +1,85 @@
+"""Asking Slurm about our own job without ever making the conductor wait."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.records import JobRecord
+
+__all__ = ["JobWatch"]
+
+
+class JobWatch:
+    """The latest record of one job; ``ask`` returns at once, ``latest`` is what came back.
+
+    For one thread.  Queries are numbered from 1, so that an answer from before an event can be told
+    from one after it.
+    """
+
+    def __init__(self, slurm: Slurm | None, job: str) -> None:
+        self._slurm = slurm
+        self._job = job
+        self._asking: Future[JobRecord | None] | None = None
+        self._begun = 0
+        self._again = False
+        self._closed = False
+        #: The newest record, the number of the query that brought it, and every error's text.
+        self.latest: JobRecord | None = None
+        self.latest_query = 0
+        self.errors: list[str] = []
+
+    def ask(self) -> int:
+        """Begin a query, after the one under way if there is one; its number."""
+        if self._asking is not None:
+            self._again = True
+            return self._begun + 1
+        if self._slurm is None or self._closed:
+            return self._begun
+        self._begun += 1
+        self._asking = Future()
+        # A daemon: a controller that does not answer must not keep this process from ending.
+        threading.Thread(
+            target=_ask,
+            args=(self._slurm, self._job, self._asking),
+            name="forge-scontrol",
+            daemon=True,
+        ).start()
+        return self._begun
+
+    @property
+    def asking(self) -> bool:
+        """Whether an answer is still awaited."""
+        return self._asking is not None
+
+    def collect(self) -> bool:
+        """Take an answer in if there is one; True if ``latest`` is new."""
+        if self._asking is None or not self._asking.done():
+            return False
+        asking, self._asking = self._asking, None
+        number, again, self._again = self._begun, self._again, False
+        if again:
+            self.ask()
+        error = asking.exception()
+        if error is not None:
+            self.errors.append(str(error))
+            return False
+        record = asking.result()
+        if record is None:
+            return False
+        self.latest, self.latest_query = record, number
+        return True
+
+    def close(self) -> None:
+        """Give up on a query under way (it has its own timeout)."""
+        self._closed = True
+        self._again = False
+
+
+def _ask(slurm: Slurm, job: str, answer: Future[JobRecord | None]) -> None:
+    try:
+        answer.set_result(slurm.show_job(job))
+    except Exception as error:
+        # What Slurm says is evidence; an answer that can't be had or read is none, and no more.
+        answer.set_exception(error)

@@ -1,0 +1,116 @@
+"""The batch script of a run: options from the job and the site, text from ``sbatch_templates/``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from datetime import timedelta
+from pathlib import Path
+
+import jinja2
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.launch.timing import lead_time
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.units import format_memory, format_slurm_duration
+
+__all__ = ["options", "render", "template_folder"]
+
+_TEMPLATE = "srun.sbatch"
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+#: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
+#: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
+_SIGNAL_FROM = timedelta(minutes=10)
+
+
+def template_folder() -> Path:
+    """Shipped inside the wheel, or at the top of a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "_shipped" / "sbatch_templates", package.parent / "sbatch_templates"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        "the sbatch templates are missing from this installation",
+        next_step="Install slurm_forge again: pip install --force-reinstall slurm_forge.",
+    )
+
+
+def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
+    """The ``#SBATCH`` options, one per line, in a fixed order."""
+    wanted = job.resources
+    limit = wanted.time
+    warn = limit is not None and limit >= _SIGNAL_FROM
+    lead = int(lead_time(job, limit).total_seconds())
+    chosen: list[tuple[str, object | None]] = [
+        ("job-name", job.name),
+        ("nodes", wanted.nodes),
+        ("ntasks-per-node", wanted.tasks_per_node),
+        ("cpus-per-task", wanted.cpus_per_task),
+        ("gpus-per-node", wanted.gpus_per_node),
+        ("gpus-per-task", wanted.gpus_per_task),
+        ("mem", None if wanted.mem is None else format_memory(wanted.mem)),
+        ("time", None if limit is None else format_slurm_duration(limit)),
+        ("partition", wanted.partition),
+        ("account", wanted.account),
+        ("qos", wanted.qos),
+        ("constraint", wanted.constraint),
+        ("exclude", wanted.exclude),
+        ("nodelist", wanted.nodelist),
+        ("gres", wanted.gres),
+        ("reservation", wanted.reservation),
+        ("signal", f"USR2@{lead}" if warn else None),
+        ("requeue", ""),
+        ("open-mode", "append"),
+        ("output", str(run.submissions / "%x-%j.out")),
+    ]
+    chosen += list(wanted.extra.items())
+    lines = []
+    for name, value in chosen:
+        if value is None:
+            continue
+        line = f"--{name}" if value == "" else f"--{name}={_quoted(name, str(value))}"
+        lines.append(_checked(line))
+    lines += [_checked(option) for option in site.sbatch_options]
+    for rejected in site.rejected_options:
+        for line in lines:
+            if line.split("=")[0] == rejected.split("=")[0]:
+                raise ConfigError(
+                    f"{site.name} refuses the option {rejected}",
+                    next_step="Ask for it in the site's way; see slurm-forge sites show.",
+                )
+    return tuple(lines)
+
+
+def _quoted(name: str, value: str) -> str:
+    # Slurm's own reader of directives knows quotes; paths may hold spaces.
+    return shlex.quote(value) if name in ("output", "error", "comment") else value
+
+
+def _checked(line: str) -> str:
+    if not line.isprintable() or not _OPTION.fullmatch(line):
+        raise ConfigError(
+            f"{line[:60]!r} can't be an sbatch option",
+            next_step="Options are one line of printable text: --name or --name=value.",
+        )
+    return line
+
+
+def render(file: RunFile, site: Site, run: RunDirectory) -> str:
+    """The script that ``submit`` hands to sbatch."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template_folder()),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701  shell, not HTML: every value goes through shellquote
+        keep_trailing_newline=True,
+    )
+    environment.filters["shellquote"] = shlex.quote
+    return environment.get_template(_TEMPLATE).render(
+        options=options(file.job, site, run),
+        env=file.env,
+        setup=(*site.setup, *file.job.setup),
+        python=file.python,
+        run=str(run.path),
+    )

@@ -1,0 +1,103 @@
+"""What was seen of a launch so far, and the facts that are left of it at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from slurm_forge.control import MemberView
+from slurm_forge.control import protocol as p
+from slurm_forge.journal.events import ProbeMeasured
+from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.slurm.records import JobRecord
+
+__all__ = ["Launched", "Seen"]
+
+
+class Launched(Protocol):
+    """A started launch as the conductor sees it: a process that ends, and its last output."""
+
+    def poll(self) -> int | None:
+        """Exit status, or None while ranks run."""
+
+    def kill(self) -> None:
+        """End every rank now."""
+
+    def tail(self) -> str:
+        """The last lines of the launcher's own output."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What has happened so far."""
+
+    rank_signals: list[str] = field(default_factory=list)
+    batch_signals: list[str] = field(default_factory=list)
+    failures: list[RankFailure] = field(default_factory=list)
+    lost: list[LostRank] = field(default_factory=list)
+    said_goodbye: set[int] = field(default_factory=set)
+    stopped: p.Stopped | None = None
+    finished: dict[int, p.Finished] = field(default_factory=dict)
+    given_up: bool = False
+    stop_asked: float | None = None
+    #: The first query to Slurm that was begun after the stop was asked for.
+    stop_query: int = 0
+    #: The last save asked for, until it is agreed, and then the step at which it comes.
+    save_request: int | None = None
+    save_step: int = 0
+    stop_file: bool = False
+    due_time_limit: bool = False
+    deadline_passed: bool = False
+    ending_since: float | None = None
+    aborted: bool = False
+    first_record: JobRecord | None = None
+    notice_record: JobRecord | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is: rank 0 said so, which has committed the last checkpoint, and nobody
+        failed in what the program does after its last step.
+        """
+        return 0 in self.finished and not self.failures
+
+    def facts(
+        self,
+        members: Mapping[int, MemberView],
+        *,
+        now: datetime,
+        lead: timedelta,
+        late: ProbeMeasured | None,
+        job_now: JobRecord | None,
+        launched: Launched | None,
+    ) -> LaunchFacts:
+        """Everything that classification rests on, as one value."""
+        step = max((member.step for member in members.values()), default=None)
+        if self.stopped is not None:
+            step = self.stopped.step
+        if 0 in self.finished:
+            step = self.finished[0].step
+        return LaunchFacts(
+            now=now,
+            step=step,
+            finished=self.is_finished,
+            stopped_at=None if self.stopped is None else self.stopped.step,
+            checkpoint=None if self.stopped is None else self.stopped.checkpoint,
+            job_first=self.first_record,
+            job=self.notice_record,
+            job_now=job_now,
+            lead=lead,
+            stop_file=self.stop_file,
+            due_time_limit=self.due_time_limit,
+            deadline_passed=self.deadline_passed,
+            rank_signals=tuple(dict.fromkeys(self.rank_signals)),
+            batch_signals=tuple(dict.fromkeys(self.batch_signals)),
+            failures=tuple(self.failures),
+            lost=tuple(self.lost),
+            probe_failed=late is not None,
+            late_ranks=() if late is None else late.late_ranks,
+            late_hosts=() if late is None else late.late_hosts,
+            exit_status=None if launched is None else launched.poll(),
+            launcher_text="" if launched is None else launched.tail(),
+        )

@@ -1,0 +1,83 @@
+"""A launch as a job step: ``srun`` with one worker per task, its own output kept for evidence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+__all__ = ["StepProcess", "srun_command"]
+
+_TAIL_LINES = 60
+
+
+def srun_command(
+    payload: Sequence[str],
+    *,
+    options: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The argument list that starts every rank.
+
+    ``--kill-on-bad-exit=1``: without it a dead rank leaves the others hanging (srun man page).
+    ``--no-kill=off`` undoes a job-wide ``--no-kill`` that would disable it.
+    """
+    excluded = ("--exclude=" + ",".join(exclude),) if exclude else ()
+    return ("srun", "--kill-on-bad-exit=1", "--unbuffered", *excluded, *options, *payload)
+
+
+class StepProcess:
+    """A running srun.  Its error output passes through to ours, the last lines are kept."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        # A session of its own: a signal for the batch step's process group is ours to interpret,
+        # and srun would turn it into something else for the ranks.
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        assert self._process.stderr is not None  # noqa: S101  asked for above
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stderr,), name="forge-srun", daemon=True
+        )
+        self._reader.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._tail.append(line)
+            os.write(2, line.encode(errors="replace"))
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
+        status = self._process.poll()
+        if status is not None:
+            self._reader.join(timeout=1)
+        return status
+
+    def kill(self) -> None:
+        """End the step: srun passes SIGTERM on, SIGKILL ends srun and slurmstepd the tasks."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself meanwhile
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit status once it has ended, None if it has not within the time."""
+        try:
+            return self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def tail(self) -> str:
+        """The last lines of its error output."""
+        return "".join(self._tail)

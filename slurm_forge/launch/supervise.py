@@ -1,0 +1,291 @@
+"""The supervisor in the batch step: ``python -m slurm_forge.launch.supervise RUN -- PAYLOAD…``.
+
+Starts every launch with srun, outlives every rank, and after the last one brings the run back or
+lets it rest.  It is what the batch script ``exec``s, so signals for the batch step reach it and
+nothing of bash's.  Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from slurm_forge.control import Hub
+from slurm_forge.errors import FencedError, ForgeError
+from slurm_forge.files import read_trusted
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.attempt import (
+    RELAUNCHING,
+    REQUEUEING,
+    Attempt,
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.conductor import Conductor
+from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.ladder import Ladder, Taken
+from slurm_forge.launch.steps import StepProcess, srun_command
+from slurm_forge.launch.timing import timing
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.signals import SignalWatcher
+from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+
+__all__ = ["main", "supervise"]
+
+#: After the last words ranks leave at once; srun reports it a moment later.
+_SRUN_RETURNS_S = 5.0
+_SCRIPT = "job.sbatch"
+
+
+@dataclass(slots=True)
+class _Current:
+    """The conductor that signals for the batch step go to."""
+
+    conductor: Conductor | None = None
+    early: list[str] | None = None
+
+    def signal(self, signal: Signals) -> None:
+        if self.conductor is not None:
+            self.conductor.signal(signal.name)
+        else:
+            self.early = [*(self.early or []), signal.name]
+
+
+def supervise(
+    run: RunDirectory,
+    payload: Sequence[str],
+    *,
+    environment: SlurmEnvironment,
+    variables: dict[str, str],
+    slurm: Slurm,
+    via: str,
+    script: Path | None = None,
+) -> int:
+    """Conduct one attempt from the batch step; the exit status for Slurm.
+
+    0 also for a run that is held: what it waits for is a person, and its verdict is in the journal.
+    """
+    current = _Current()
+    SignalWatcher(current.signal)
+    begun = begin(
+        run,
+        job=environment.job_ref,
+        restart_count=environment.restart_count,
+        nodes=environment.nodes,
+        via=via,
+    )
+    if isinstance(begun, Refusal):
+        sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
+        return 0
+    watch = JobWatch(slurm, environment.job_ref)
+    ladder = Ladder(
+        slurm,
+        job=environment.job_ref,
+        script=script,
+        journal=begun.journal,
+        fence=begun.fence,
+    )
+    try:
+        return _Supervisor(begun, payload, environment, variables, watch, ladder, current).run()
+    except FencedError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 0
+    finally:
+        watch.close()
+
+
+class _Supervisor:
+    """Launch after launch inside one attempt."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        payload: Sequence[str],
+        environment: SlurmEnvironment,
+        variables: dict[str, str],
+        watch: JobWatch,
+        ladder: Ladder,
+        current: _Current,
+    ) -> None:
+        self._attempt = attempt
+        self._payload = payload
+        self._environment = environment
+        self._variables = variables
+        self._watch = watch
+        self._ladder = ladder
+        self._current = current
+
+    def run(self) -> int:
+        while True:
+            facts, step = self._launch()
+            decision = self._attempt.conclude(facts)
+            if decision is None:
+                self._leave(step)
+                self._attempt.end("finished")
+                return 0
+            if decision.action in RELAUNCHING and _may_stay(facts):
+                self._leave(step)
+                continue
+            return self._go(decision, facts, step)
+
+    def _launch(self) -> tuple[LaunchFacts, StepProcess]:
+        file, attempt = self._attempt.file, self._attempt
+        asked = file.job.resources.nodes * file.job.resources.tasks_per_node
+        world = self._environment.ntasks or asked
+        hub = Hub(world_size=world, nonce=secrets.token_hex(16))
+        hub.start()
+        try:
+            attempt.next_launch(hub, self._environment.nodes)
+            knobs = Knobs(
+                channel=hub.addresses,
+                nonce=hub.nonce,
+                attempt=attempt.claim.attempt,
+                launch=attempt.launch,
+                started=time.time(),
+            )
+            variables = {**self._variables, **file.env, **file.job.env, **knobs.to_environ()}
+            # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
+            if "SLURM_CPUS_PER_TASK" in variables:
+                cpus = variables["SLURM_CPUS_PER_TASK"]
+                variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
+                variables.setdefault("OMP_NUM_THREADS", cpus)
+            step = StepProcess(srun_command(self._payload, options=file.srun_options), variables)
+            conductor = Conductor(
+                hub,
+                journal=attempt.journal,
+                watch=self._watch,
+                timing=timing(file.job, self._watch.latest),
+                stop_file=attempt.run.stop_file,
+                save_file=attempt.run.save_file,
+                launched=step,
+            )
+            self._current.conductor = conductor
+            for name in self._current.early or ():
+                conductor.signal(name)
+            self._current.early = None
+            return conductor.watch(), step
+        finally:
+            self._current.conductor = None
+            hub.close()
+
+    def _go(self, decision: Decision, facts: LaunchFacts, step: StepProcess) -> int:
+        """Give the nodes back: requeue first where time is short, then end what is left."""
+        outcome = decision.action.value
+        if decision.action in REQUEUEING:
+            if decision.cause is Cause.ADMIN_REQUEUE:
+                outcome = Taken.REQUEUED.value
+            else:
+                outcome = self._ladder.climb(
+                    decision.reason, _update(decision, self._attempt.file.job)
+                ).taken.value
+        elif decision.action is Action.RAISE:
+            outcome = "raised"
+        self._leave(step)
+        self._attempt.end(outcome)
+        sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
+        return 1 if decision.action is Action.RAISE else 0
+
+    def _leave(self, step: StepProcess) -> None:
+        """Every rank is gone before another launch, or another attempt, may begin."""
+        if step.wait(_SRUN_RETURNS_S) is None:
+            step.kill()
+            step.wait(_SRUN_RETURNS_S)
+
+
+def _may_stay(facts: LaunchFacts) -> bool:
+    """Whether the allocation is still ours to start ranks in."""
+    asked = facts.rank_signals or facts.batch_signals or facts.due_time_limit
+    return not asked and not facts.stop_file
+
+
+def _update(decision: Decision, job: JobSpec) -> JobUpdate | None:
+    """What the waiting job is to be given: a user may change these while it is pending."""
+    plan, memory = decision.plan, job.resources.mem
+    more = memory is not None and plan.mem_factor != 1.0
+    if not more and not plan.exclude_nodes:
+        return None
+    return JobUpdate(
+        exclude_nodes=plan.exclude_nodes or None,
+        memory_per_node=int(memory * plan.mem_factor) if more and memory is not None else None,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``RUN [--via NAME] [--script FILE] -- PAYLOAD…``; the default payload is our worker."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    payload: list[str] = []
+    if "--" in arguments:
+        split = arguments.index("--")
+        arguments, payload = arguments[:split], arguments[split + 1 :]
+    try:
+        run, via, script = _arguments(arguments)
+        environment = SlurmEnvironment.from_environ(os.environ)
+        if environment is None:
+            raise ForgeError(
+                "the supervisor runs inside a Slurm job",
+                next_step="Use slurm-forge submit; without Slurm, slurm-forge run.",
+            )
+        if not payload:
+            payload = [sys.executable, "-u", "-m", "slurm_forge.training.worker", str(run.path)]
+        return supervise(
+            run,
+            payload,
+            environment=environment,
+            variables=dict(os.environ),
+            slurm=SubprocessSlurm.of_this_process(),
+            via=via,
+            script=script,
+        )
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 1
+
+
+def _arguments(arguments: list[str]) -> tuple[RunDirectory, str, Path | None]:
+    options = {"--via": "sbatch", "--script": "", "--array": ""}
+    places: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in options:
+            options[argument] = next(rest, "")
+        else:
+            places.append(argument)
+    if options["--array"]:
+        places.append(_array_run(Path(options["--array"])))
+    if len(places) != 1:
+        raise ForgeError(
+            f"expected one run directory, got {places}",
+            next_step="python -m slurm_forge.launch.supervise RUN [-- COMMAND …]",
+        )
+    run = RunDirectory.existing(places[0])
+    script = Path(options["--script"]) if options["--script"] else run.submissions / _SCRIPT
+    return run, options["--via"], script if script.is_file() else None
+
+
+def _array_run(index: Path) -> str:
+    """The run of this array task, from the list that was written at submission."""
+    environment = SlurmEnvironment.from_environ(os.environ)
+    task = None if environment is None else environment.array_task_id
+    runs = json.loads(read_trusted(index, 1 << 24))
+    if task is None or not isinstance(runs, list) or not 0 <= task < len(runs):
+        raise ForgeError(
+            f"array task {task} has no run in {index}",
+            next_step="Submit the array again; the list was written for another one.",
+        )
+    return str(runs[task])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import errno
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.control import BRIEF_KEY, LaunchBrief
+from slurm_forge.errors import FencedError, RunDirectoryError
+from slurm_forge.files import AppendFile
+from slurm_forge.journal import RunStatus
+from slurm_forge.journal import events as ev
+from slurm_forge.launch.attempt import Attempt, Refusal, begin
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.classify import LostRank, RankFailure
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
+CRASHED = LaunchFacts(now=NOW, step=7, lost=(LostRank(1, "n1"),), exit_status=139)
+FINISHED = LaunchFacts(now=NOW, step=9, finished=True, exit_status=0)
+IN_GRACE = JobRecord(
+    job_id=42, name="x", state=JobState.RUNNING, state_text="RUNNING", preempt_time=NOW
+)
+PREEMPTED = LaunchFacts(now=NOW, step=7, rank_signals=("SIGTERM",), job=IN_GRACE)
+
+
+class Hub:
+    """What an attempt needs of one."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.published: dict[str, str] = {}
+
+    def publish(self, key: str, value: str) -> None:
+        self.published[key] = value
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.at(tmp_path / "tiny")
+    spec = job_from_mapping({"name": "tiny", "entry": "a.b:train"})
+    file = RunFile(submitted_from=str(tmp_path), python=sys.executable, job=spec)
+    run.create(file.to_yaml().encode())
+    return run
+
+
+def start(run: RunDirectory) -> Attempt | Refusal:
+    return begin(run, job="42", restart_count=0, nodes=("n0", "n1"), via="sbatch")
+
+
+def started(run: RunDirectory) -> Attempt:
+    attempt = start(run)
+    assert isinstance(attempt, Attempt)
+    return attempt
+
+
+def launch(attempt: Attempt) -> LaunchBrief:
+    hub = Hub()
+    attempt.next_launch(hub)  # type: ignore[arg-type]
+    return LaunchBrief.from_text(hub.published[BRIEF_KEY])
+
+
+def conclude(attempt: Attempt, facts: LaunchFacts) -> Decision:
+    decision = attempt.conclude(facts)
+    assert decision is not None
+    return decision
+
+
+def test_an_attempt_claims_the_run_and_says_so(run: RunDirectory) -> None:
+    attempt = started(run)
+    state = attempt.state()
+    assert (attempt.claim.attempt, state.status, state.job) == (1, RunStatus.RUNNING, "42")
+    assert [a.nodes for a in state.attempts] == [("n0", "n1")]
+
+
+def test_a_run_that_is_finished_is_not_begun_again(run: RunDirectory) -> None:
+    attempt = started(run)
+    launch(attempt)
+    assert attempt.conclude(FINISHED) is None
+    attempt.end("finished")
+    assert run.is_done()
+    assert attempt.state().status is RunStatus.FINISHED
+    assert start(run) is Refusal.DONE
+    assert not (run.attempts / "2.json").exists()
+
+
+def test_a_stop_file_keeps_a_run_from_starting_until_it_is_gone(run: RunDirectory) -> None:
+    run.stop_file.touch()
+    assert start(run) is Refusal.STOP_FILE
+    run.stop_file.unlink()
+    started(run)
+
+
+def test_a_run_that_is_held_waits_for_a_person(run: RunDirectory) -> None:
+    for _ in range(9):
+        attempt = start(run)
+        if isinstance(attempt, Refusal):
+            break
+        launch(attempt)
+        decision = conclude(attempt, CRASHED)
+        attempt.end(decision.action.value)
+    assert attempt is Refusal.AT_REST
+    assert decision.action is Action.HOLD
+
+
+def test_after_scancel_a_start_by_slurm_does_nothing(run: RunDirectory) -> None:
+    attempt = started(run)
+    launch(attempt)
+    cancelled = JobRecord(
+        job_id=42, name="x", state=JobState.COMPLETING, state_text="COMPLETING", end_time=NOW
+    )
+    facts = LaunchFacts(now=NOW, batch_signals=("SIGTERM",), job=cancelled)
+    assert conclude(attempt, facts).action is Action.STOP
+    assert attempt.state().status is RunStatus.CANCELLED
+    assert start(run) is Refusal.AT_REST
+
+
+def test_ranks_are_told_the_plan_and_what_was_committed(run: RunDirectory) -> None:
+    attempt = started(run)
+    assert launch(attempt).committed_step is None
+    attempt.journal.write(ev.CheckpointCommitted(name="c", step=5, reason="", seconds=1.0, size=1))
+    oom = RankFailure(
+        rank=1, host="n1", cause=Cause.CUDA_OOM, step=6, text="out of memory", micro_batch=8
+    )
+    decision = conclude(attempt, LaunchFacts(now=NOW, step=6, failures=(oom,)))
+    assert decision.action is Action.SHRINK_MICRO_BATCH
+    brief = launch(attempt)
+    assert (brief.attempt, brief.launch, brief.committed_step) == (1, 2, 5)
+    assert brief.plan.micro_batch == 4
+
+
+def test_launches_are_numbered_and_every_incident_is_its_own(run: RunDirectory) -> None:
+    attempt = started(run)
+    ids = []
+    for _ in range(2):
+        launch(attempt)
+        ids.append(conclude(attempt, CRASHED).incident_id)
+    assert ids == ["1.1", "1.2"]
+    (state,) = attempt.state().attempts
+    assert [(found.number, found.outcome) for found in state.launches] == [
+        (1, "crash"),
+        (2, "crash"),
+    ]
+
+
+def test_an_attempt_that_was_overtaken_launches_and_finishes_nothing(run: RunDirectory) -> None:
+    old = started(run)
+    launch(old)
+    started(run)
+    with pytest.raises(FencedError):
+        launch(old)
+    with pytest.raises(FencedError):
+        old.conclude(FINISHED)
+    assert not run.is_done()
+
+
+def full(file: AppendFile, line: bytes, sync: bool = False) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_does_not_keep_a_preempted_run_from_coming_back(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = started(run)
+    launch(attempt)
+    monkeypatch.setattr(AppendFile, "append", full)
+    assert conclude(attempt, PREEMPTED).action is Action.REQUEUE
+    attempt.end("requeued")
+
+
+def test_what_must_be_counted_is_not_done_where_it_can_not_be(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash that is relaunched without being charged would be relaunched for ever."""
+    attempt = started(run)
+    launch(attempt)
+    monkeypatch.setattr(AppendFile, "append", full)
+    with pytest.raises(RunDirectoryError, match="No space left") as raised:
+        attempt.conclude(CRASHED)
+    assert "quota" in raised.value.next_step

@@ -1,0 +1,135 @@
+"""The batch script: what a person would read, and what nobody can smuggle into it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.launch.script import render
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile
+
+RUN = RunDirectory(Path("/data/my runs/it's $(here)"))
+SITE = Site(name="generic")
+
+
+def file_of(
+    *, python: str = "/opt/py/bin/python", env: dict | None = None, **job: object
+) -> RunFile:
+    spec = job_from_mapping({"name": "tiny", "entry": "a.b:train", **job})
+    return RunFile(submitted_from="/home/me", python=python, env=env or {}, job=spec)
+
+
+def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
+    resources = {
+        "nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "cpus_per_task": 8, "mem": "64G",
+        "time": "12:00:00", "partition": "preempt", "extra": {"mail-type": "FAIL"},
+    }  # fmt: skip
+    text = render(
+        file_of(resources=resources, setup=["module load cuda"], env={"NCCL_DEBUG": "WARN"}),
+        SITE,
+        RunDirectory(Path("/data/runs/tiny")),
+    )
+    directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert directives == [
+        "#SBATCH --job-name=tiny",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --mem=64G",
+        "#SBATCH --time=12:00:00",
+        "#SBATCH --partition=preempt",
+        "#SBATCH --signal=USR2@120",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=/data/runs/tiny/submissions/%x-%j.out",
+        "#SBATCH --mail-type=FAIL",
+    ]
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert "export NCCL_DEBUG=WARN" in lines
+    assert "module load cuda" in lines
+    assert lines[-1] == (
+        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch"
+    )
+
+
+def test_a_short_limit_carries_no_early_warning() -> None:
+    """Slurm may send it a minute early; the supervisor's own clock is exact."""
+    text = render(file_of(resources={"time": "00:02:00"}), SITE, RUN)
+    assert "--signal" not in text
+
+
+def test_what_the_site_rejects_is_refused_before_anything_is_submitted() -> None:
+    site = Site(name="vista", rejected_options=("--mem",))
+    with pytest.raises(ConfigError, match="vista refuses the option --mem"):
+        render(file_of(resources={"mem": "4G"}), site, RUN)
+
+
+def runs_as(text: str, tmp_path: Path) -> list[str]:
+    """The words that the script would exec, run by a real bash with a harmless interpreter."""
+    script = tmp_path / "job.sbatch"
+    script.write_text(text)
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    done = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=20
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\0")[:-1]
+
+
+def interpreter(tmp_path: Path, name: str = "python") -> Path:
+    """Prints its arguments, NUL after each."""
+    path = tmp_path / name
+    path.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_weird_run_directory_reaches_the_supervisor_as_it_is(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, "py thon'$(touch canary)")
+    words = runs_as(render(file_of(python=str(python)), SITE, RUN), tmp_path)
+    assert words == ["-m", "slurm_forge.launch.supervise", str(RUN.path), "--via", "sbatch"]
+    assert not (tmp_path / "canary").exists()
+
+
+# Mostly what is allowed in a path and dangerous in a shell; now and then what is never allowed.
+NASTY = st.one_of(
+    st.text(st.sampled_from(list("ab1 '\"\\$`();&|<>#*!{}[]~=-%é")), max_size=30),
+    st.text(st.sampled_from(list("a1 \t\n\r\0'\x1b\u202e#")), max_size=10),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NASTY, NASTY, NASTY)
+def test_no_text_becomes_a_directive_or_a_command(
+    tmp_path_factory: pytest.TempPathFactory, value: str, path: str, option: str
+) -> None:
+    """Whatever is written into a job: refused, or it arrives as it is and nothing else happens."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    python = interpreter(folder)
+    run = RunDirectory(Path("/runs") / f"x{path.replace(chr(0), '')}")
+    try:
+        file = file_of(
+            python=str(python),
+            env={"WORD": value.replace(chr(0), "")},
+            resources={"partition": "p", "extra": {"comment": option}} if option else {},
+        )
+        text = render(file, SITE, run)
+    except (ConfigError, ValueError):
+        return
+    options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
+    always = ["job-name", "nodes", "ntasks-per-node", "requeue", "open-mode", "output"]
+    asked = ["partition", "comment"] if option else []
+    assert sorted(options) == sorted(f"#SBATCH --{name}" for name in (*always, *asked))
+    event("rendered")
+    assert runs_as(text, folder)[2] == str(run.path)
+    assert {entry.name for entry in folder.iterdir()} == {"python", "job.sbatch"}
