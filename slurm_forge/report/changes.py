@@ -1,0 +1,80 @@
+"""What recovery changed: the part that is science, and the part that only is how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from slurm_forge.journal import Record
+from slurm_forge.journal import events as ev
+from slurm_forge.report.history import skip_ranges
+from slurm_forge.report.lineage import Lineage
+from slurm_forge.report.story import ScienceChange
+from slurm_forge.report.text import clean, number, plural, steps
+from slurm_forge.vocabulary.decision import Change, Decision
+
+__all__ = ["what_changed"]
+
+
+def what_changed(ordered: Iterable[Record], lineage: Lineage) -> tuple[ScienceChange, ...]:
+    """Every change in force at some time, science first; undone steps change nothing.
+
+    A parameter that this version does not know counts as science: better said once too often.
+    """
+    found = [*_from_decisions(ordered), *_from_training(lineage)]
+    return tuple(sorted(found, key=lambda change: not change.science))
+
+
+def _from_decisions(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+    applied: set[str] = set()
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.DecisionTaken) and event.decision.incident_id not in applied:
+            applied.add(event.decision.incident_id)
+            for change in event.decision.changes:
+                yield _one(change, event.decision)
+
+
+def _one(change: Change, decision: Decision) -> ScienceChange:
+    old, new = clean(change.old, 200), clean(change.new, 200)
+    science = False
+    match change.parameter:
+        case "micro_batch":
+            text = f"micro-batch {old} → {new} with more accumulation, global batch unchanged"
+        case "mem_factor":
+            text = f"memory {new} times what was asked"
+        case "exclude_nodes":
+            text = f"nodes left out: {new}"
+        case "lr_scale":
+            science = True
+            plan = decision.plan
+            text = (
+                f"learning rate {old} → {new} of its schedule from step {number(plan.lr_from_step)}"
+            )
+            if plan.lr_ramp_steps > 0:
+                text += f", back by step {number(plan.lr_from_step + plan.lr_ramp_steps)}"
+        case _:
+            science = True
+            text = f"{clean(change.parameter, 64)} {old} → {new}"
+    return ScienceChange(parameter=change.parameter, text=text, science=science)
+
+
+def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
+    if lineage.skipped:
+        ranges = skip_ranges(lineage.skipped)
+        samples = sum(one.last_sample - one.first_sample + 1 for one in ranges)
+        where = ", ".join(steps(one.first_step, one.last_step) for one in ranges[:5])
+        more = ", …" if len(ranges) > 5 else ""
+        count = plural(len(lineage.skipped), "update")
+        unused = plural(samples, "sample")
+        yield ScienceChange(
+            parameter="skipped",
+            text=f"{count} skipped (step {where}{more}), {unused} without effect",
+            science=True,
+        )
+    for resumed in lineage.inexact:
+        yield ScienceChange(
+            parameter="randomness",
+            text=f"randomness derived anew at step {number(resumed.step)} "
+            f"({plural(resumed.world_size, 'rank')}; the checkpoint is of another start)",
+            science=True,
+        )

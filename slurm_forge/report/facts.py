@@ -1,0 +1,30 @@
+"""Everything a report is made of, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_forge.journal import Damage, Record
+
+__all__ = ["RunFacts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """A run directory as it was read at ``now`` (seconds since the epoch).
+
+    ``reference`` is what a person types to mean this run on the command line; ``problems`` are
+    sentences about what could not be read.
+    """
+
+    name: str
+    path: str
+    reference: str
+    now: float
+    records: tuple[Record, ...] = ()
+    damage: tuple[Damage, ...] = ()
+    total_steps: int | None = None
+    done: bool = False
+    stop_asked: bool = False
+    save_asked: bool = False
+    problems: tuple[str, ...] = ()

@@ -1,0 +1,92 @@
+"""One short line for what happens in a run while somebody watches."""
+
+from __future__ import annotations
+
+from datetime import tzinfo
+
+from slurm_forge.journal import Record
+from slurm_forge.journal import events as ev
+from slurm_forge.report import text as t
+
+__all__ = ["happening"]
+
+
+def happening(record: Record, *, zone: tzinfo | None = None) -> str | None:
+    """``11:02:10  saved step 7 412 in 6.1 s (stop)``; None for what nobody needs to be told."""
+    told = _told(record)
+    return None if told is None else f"{t.clock(record.time, zone)}  {told}"
+
+
+def _told(record: Record) -> str | None:
+    event = record.event
+    match event:
+        case ev.AttemptStarted():
+            where = f" on {t.nodes(event.nodes)}" if event.nodes else ""
+            return f"attempt {record.attempt}, job {t.clean(event.job, 40)}{where}"
+        case ev.Resumed():
+            if event.checkpoint is None:
+                return f"training from the start on {t.plural(event.world_size, 'rank')}"
+            exact = "" if event.exact else "; randomness derived anew"
+            return (
+                f"resumed at step {t.number(event.step)} "
+                f"on {t.plural(event.world_size, 'rank')}{exact}"
+            )
+        case ev.NoticeSeen():
+            return f"notice: {t.clean(event.what, 80)} ({t.clean(event.source, 80)})"
+        case ev.StopAgreed():
+            return (
+                f"all ranks stop at step {t.number(event.step)} (agreed in {t.span(event.seconds)})"
+            )
+        case ev.CheckpointCommitted():
+            why = t.clean(event.reason, 60)
+            return f"saved step {t.number(event.step)} in {t.span(event.seconds)} ({why})"
+        case ev.CheckpointFailed():
+            return f"save at step {t.number(event.step)} failed: {t.clean(event.reason, 160)}"
+        case ev.CheckpointRejected():
+            return f"passed over {t.clean(event.name, 80)}: {t.clean(event.reason, 160)}"
+        case ev.StepSkipped():
+            last = event.first_sample + max(1, event.samples) - 1
+            return (
+                f"skipped the update of step {t.number(event.step)} "
+                f"(samples {t.steps(event.first_sample, last)})"
+            )
+        case ev.IncidentSeen():
+            return _incident(event)
+        case ev.DecisionTaken():
+            changes = "".join(
+                f", {t.clean(c.parameter, 64)} {t.clean(c.old, 60)} → {t.clean(c.new, 60)}"
+                for c in event.decision.changes
+            )
+            return f"decided: {t.clean(event.decision.reason, 200)}{changes}"
+        case ev.ProbeMeasured() if not event.ok:
+            return f"probe failed, late: {_ranks(event)}"
+        case ev.RequeueDone():
+            if event.successor is not None:
+                return f"successor job {t.clean(event.successor, 40)} submitted"
+            return f"requeued job {t.clean(event.job, 40)}"
+        case ev.RequeueFailed():
+            return f"{t.clean(event.method, 60)} was not taken: {t.clean(event.reason, 160)}"
+        case ev.AttemptEnded():
+            return f"attempt {record.attempt} ended: {t.clean(event.outcome, 60)}"
+        case ev.Finished():
+            return f"finished at step {t.number(event.step)}"
+        case ev.Submitted():
+            return f"submitted as job {t.clean(event.job, 40)} ({t.clean(event.via, 40)})"
+        case ev.UserAsked():
+            return f"{t.clean(event.user, 40)} asked: {t.clean(event.verb, 40)}"
+        case ev.Note():
+            return t.clean(event.text, 300)
+        case _:
+            return None
+
+
+def _incident(event: ev.IncidentSeen) -> str:
+    incident = event.incident
+    seen = "; ".join(f"{t.clean(e.source, 40)}: {t.clean(e.text, 160)}" for e in incident.evidence)
+    return f"{incident.cause.value} ({incident.confidence.value}){': ' if seen else ''}{seen}"
+
+
+def _ranks(event: ev.ProbeMeasured) -> str:
+    return (
+        ", ".join(f"rank {t.number(rank)}" for rank in event.late_ranks) or "nobody in particular"
+    )

@@ -1,0 +1,147 @@
+"""What will happen to a job on this site, in words: told before it is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from slurm_forge.launch.timing import lead_time
+from slurm_forge.report.text import clean
+from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
+from slurm_forge.spec import JobSpec
+from slurm_forge.units import format_duration
+
+__all__ = ["outlook"]
+
+
+def outlook(job: JobSpec, site: Site, *, default_partition: str | None = None) -> tuple[str, ...]:
+    """Sentences about preemption, the time limit and checkpoints; only what is known.
+
+    ``default_partition`` is where Slurm puts a job that names none.
+    """
+    wanted = job.resources
+    names: list[str | None] = [p for p in (wanted.partition or "").split(",") if p]
+    lines: list[str] = []
+    for name in names or [default_partition]:
+        facts = site.facts(name, wanted.qos)
+        place = _place(site, name, wanted.qos)
+        lines.append(f"{place}: {_preemption(facts.preemption, job)}")
+        lines += _refusals(job, facts, place)
+    lines += _site_wide(job, site)
+    lines.append(f"{_time_limit(job, site, names or [default_partition])}{_checkpoints(job)}.")
+    return tuple(dict.fromkeys(lines))
+
+
+def _place(site: Site, partition: str | None, qos: str | None) -> str:
+    parts = [clean(site.name, 64)]
+    if partition:
+        parts.append(f"partition {clean(partition, 64)}")
+    if qos:
+        parts.append(f"QOS {clean(qos, 64)}")
+    return ", ".join(parts)
+
+
+def _preemption(known: Preemption, job: JobSpec) -> str:
+    match known.mode:
+        case PreemptionMode.OFF:
+            return "jobs are not preempted."
+        case PreemptionMode.REQUEUE:
+            told = (
+                f"preempted jobs are requeued {_notice(known, job)}; "
+                "the run goes on from its last checkpoint."
+            )
+        case PreemptionMode.CANCEL:
+            told = (
+                f"preempted jobs are cancelled {_notice(known, job)} and not requeued; "
+                "a successor job will be submitted (afterany)."
+            )
+        case PreemptionMode.SUSPEND:
+            told = "preempted jobs are suspended and go on later on the same nodes."
+        case _:
+            return (
+                "nobody has said what happens to preempted jobs; the run is requeued, "
+                "or a successor job submitted where Slurm refuses that."
+            )
+    if known.exempt:
+        told += f" Not before a job has run for {_words(known.exempt)}."
+    return told
+
+
+def _notice(known: Preemption, job: JobSpec) -> str:
+    if known.grace is None:
+        return "after a notice of unknown length"
+    if known.grace == timedelta(0):
+        every = _interval(job)
+        return f"without notice (only what was saved stays: checkpoint {every})"
+    return f"after {_words(known.grace)} of notice"
+
+
+def _refusals(job: JobSpec, facts: PartitionFacts, place: str) -> Iterator[str]:
+    wanted = job.resources
+    longest = facts.max_time
+    for limit in facts.max_time_by_nodes:
+        if wanted.nodes >= limit.min_nodes and limit.max_time is not None:
+            longest = limit.max_time if longest is None else min(longest, limit.max_time)
+    if wanted.time and longest is not None and wanted.time > longest:
+        yield (
+            f"warning: {place} allows {_words(longest)} at most and the job asks for "
+            f"{_words(wanted.time)}: Slurm will refuse it or never start it."
+        )
+    if facts.max_nodes is not None and wanted.nodes > facts.max_nodes:
+        yield (
+            f"warning: {place} allows {facts.max_nodes} nodes at most and the job asks for "
+            f"{wanted.nodes}: Slurm will refuse it or never start it."
+        )
+    if facts.self_requeue_allowed is False:
+        yield (
+            f"warning: {place} does not let jobs requeue themselves: where Slurm refuses, "
+            "go on with slurm-forge requeue."
+        )
+
+
+def _site_wide(job: JobSpec, site: Site) -> Iterator[str]:
+    if site.account_required and job.resources.account is None:
+        yield f"warning: {clean(site.name, 64)} wants an account (resources.account)."
+    if site.requeue_delay:
+        yield f"a requeued job can start again after {_words(site.requeue_delay)} at the earliest."
+
+
+def _time_limit(job: JobSpec, site: Site, names: list[str | None]) -> str:
+    limit = job.resources.time
+    if limit is None:
+        known = [site.facts(name, job.resources.qos).max_time for name in names]
+        # The partition's DefaultTime may be shorter: only that there is a limit is sure.
+        told = "the time limit is the partition's" if any(known) else "no time limit is asked for"
+        return f"{told}; the run goes on beyond it in another attempt; "
+    lead = lead_time(job, limit)
+    return (
+        f"the last save begins {_words(lead)} before the time limit of {_words(limit)}, "
+        "and the run goes on beyond it in another attempt; "
+    )
+
+
+def _checkpoints(job: JobSpec) -> str:
+    keep = job.checkpoint.keep_last
+    return f"checkpoint {_interval(job)}, the newest {keep if keep > 1 else 'one'} kept"
+
+
+def _interval(job: JobSpec) -> str:
+    parts = []
+    if job.checkpoint.every is not None:
+        parts.append(f"every {_words(job.checkpoint.every)}")
+    if job.checkpoint.every_steps is not None:
+        count = job.checkpoint.every_steps
+        parts.append("every step" if count == 1 else f"every {count} steps")
+    return " and ".join(parts) or "only when the run stops"
+
+
+def _words(value: timedelta) -> str:
+    """Exact, unlike what is measured: ``120 s``, ``30 min``, ``48 h``, ``1h30m``."""
+    seconds = value.total_seconds()
+    if seconds <= 300:
+        return f"{seconds:g} s"
+    for name, size, most in (("d", 86400, 1e9), ("h", 3600, 72), ("min", 60, 100)):
+        count, rest = divmod(seconds, size)
+        if not rest and count <= most and (name != "d" or count > 1):
+            return f"{count:.0f} {name}"
+    return format_duration(value)

@@ -1,0 +1,149 @@
+"""``status``: where a run stands now, as values.  Every field is a key of ``status --json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_forge.journal import RunState, RunStatus, fold
+from slurm_forge.journal.fold import in_order, without_fenced
+from slurm_forge.report.advice import next_steps
+from slurm_forge.report.facts import RunFacts
+from slurm_forge.report.history import History, tell
+from slurm_forge.report.standing import standing, warnings_of
+from slurm_forge.report.story import CheckpointStory
+from slurm_forge.report.text import clean
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["LastCheckpoint", "PlanInForce", "Status", "take_status"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastCheckpoint:
+    """The newest commit; ``age_s`` is how much time would be lost by a stop right now."""
+
+    name: str
+    step: int
+    time: float
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInForce:
+    """The recovery plan; ``lr_scale`` is the factor on the learning rate at the current step."""
+
+    lr_scale: float
+    lr_factor: float
+    lr_from_step: int
+    lr_ramp_steps: int
+    micro_batch: int | None
+    mem_factor: float
+    exclude_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One screen about a run.
+
+    ``status`` is one of new, submitted, running, requeued, held, stopped, cancelled, finished;
+    ``words`` says it in a sentence.  ``plan`` is None while it changes nothing.  ``open`` is what
+    has been asked and not yet done; ``next`` is what a person can do.  Times are seconds since the
+    epoch; None is unknown.
+    """
+
+    run: str
+    path: str
+    status: str
+    words: str
+    job: str
+    attempt: int | None
+    launch: int | None
+    world_size: int | None
+    nodes: tuple[str, ...]
+    step: int | None
+    total_steps: int | None
+    last_seen: float | None
+    last_seen_age_s: float | None
+    checkpoint: LastCheckpoint | None
+    plan: PlanInForce | None
+    open: tuple[str, ...]
+    next: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def take_status(facts: RunFacts) -> Status:
+    """Where the run stands.  Never raises, whatever the journal holds."""
+    valid = without_fenced(facts.records)
+    ordered = in_order(valid)
+    state = fold(facts.records)
+    history = tell(ordered)
+    now = standing(facts, state, history)
+    attempt = history.attempts[-1] if history.attempts else None
+    launch = attempt.launches[-1] if attempt is not None and attempt.launches else None
+    step = history.lineage.step if history.lineage.step is not None else state.committed_step
+    last_seen = None if attempt is None else attempt.last_seen
+    return Status(
+        run=facts.name,
+        path=facts.path,
+        status=now.status.value,
+        words=now.words,
+        job=state.job,
+        attempt=None if attempt is None else attempt.number,
+        launch=None if launch is None else launch.number,
+        world_size=None if launch is None or not launch.world_size else launch.world_size,
+        nodes=() if attempt is None else attempt.nodes,
+        step=step,
+        total_steps=facts.total_steps,
+        last_seen=last_seen,
+        last_seen_age_s=None if last_seen is None else max(0.0, facts.now - last_seen),
+        checkpoint=_last_checkpoint(history, facts.now),
+        plan=None if now.status is RunStatus.FINISHED else _plan(state.plan, step or 0),
+        open=_open(facts, state, now.status),
+        next=next_steps(facts, state, now),
+        warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
+    )
+
+
+def _last_checkpoint(history: History, now: float) -> LastCheckpoint | None:
+    found: list[CheckpointStory] = [
+        saved
+        for attempt in history.attempts
+        for launch in attempt.launches
+        for saved in launch.checkpoints
+    ]
+    if not found:
+        return None
+    last = found[-1]
+    return LastCheckpoint(
+        name=last.name, step=last.step, time=last.time, age_s=max(0.0, now - last.time)
+    )
+
+
+def _plan(plan: RecoveryPlan, step: int) -> PlanInForce | None:
+    scale = plan.lr_scale(step)
+    beside = (plan.micro_batch, plan.mem_factor, plan.exclude_nodes)
+    if scale == 1.0 and beside == (None, 1.0, ()):
+        return None
+    return PlanInForce(
+        lr_scale=scale,
+        lr_factor=plan.lr_factor,
+        lr_from_step=plan.lr_from_step,
+        lr_ramp_steps=plan.lr_ramp_steps,
+        micro_batch=plan.micro_batch,
+        mem_factor=plan.mem_factor,
+        exclude_nodes=plan.exclude_nodes,
+    )
+
+
+def _open(facts: RunFacts, state: RunState, status: RunStatus) -> tuple[str, ...]:
+    if status is RunStatus.FINISHED:
+        return ()
+    found = []
+    intent = state.open_intent
+    if intent is not None:
+        method, why = clean(intent.method, 60), clean(intent.reason, 200)
+        found.append(f"{method} of job {clean(intent.job, 40)} ({why})")
+    if facts.stop_asked:
+        found.append("the file STOP asks it to save, stop and stay away")
+    if facts.save_asked:
+        found.append("the file SAVE asks for a checkpoint")
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""How numbers, times and foreign text are written for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import datetime, tzinfo
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.nodelist import fold_nodes
+
+__all__ = [
+    "ago",
+    "clean",
+    "clock",
+    "moment",
+    "nodes",
+    "number",
+    "paragraph",
+    "period",
+    "plural",
+    "share",
+    "span",
+    "steps",
+]
+
+_UNKNOWN = "?"
+
+
+def clean(text: object, limit: int = 0) -> str:
+    """Text from a journal, safe for a terminal: one line, no control or invisible characters.
+
+    Longer than ``limit`` characters (0: any length) it is cut, and says so.
+    """
+    one_line = " ".join(str(text).split())
+    shown = "".join(c if c.isprintable() else "?" for c in one_line)
+    return shown[: limit - 1] + "…" if 0 < limit < len(shown) else shown
+
+
+def paragraph(text: str) -> str:
+    """As ``clean``, but line breaks stay: for our own messages that quote foreign text."""
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in _lines(text))
+
+
+def _lines(text: str) -> list[str]:
+    return text.replace("\t", "    ").split("\n")
+
+
+def number(value: int) -> str:
+    """``20 000``."""
+    try:
+        return f"{value:,}".replace(",", " ")
+    except ValueError:  # more digits than Python is willing to write
+        return _UNKNOWN
+
+
+def steps(first: int, last: int) -> str:
+    """``812`` or ``812-814``."""
+    return number(first) if first == last else f"{number(first)}-{number(last)}"
+
+
+def plural(count: int, word: str, words: str = "") -> str:
+    """``1 attempt``, ``4 launches``."""
+    return f"{number(count)} {word if count == 1 else words or word + 's'}"
+
+
+def share(value: float | None) -> str:
+    """``96.8 %``."""
+    return _UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def span(seconds: float | None) -> str:
+    """A duration with about two digits that count: ``12 ms``, ``6.1 s``, ``5 h 42 min``."""
+    if seconds is None or not math.isfinite(seconds) or abs(seconds) > 1e11:
+        return _UNKNOWN
+    seconds = max(0.0, seconds)
+    if 0 < seconds < 0.0995:
+        return f"{max(1, round(seconds * 1000))} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def ago(time: float | None, now: float) -> str:
+    """``3 min ago``; ``just now`` also where another node's clock is ahead."""
+    if time is None or not math.isfinite(time):
+        return "at an unknown time"
+    return "just now" if now - time < 1 else f"{span(now - time)} ago"
+
+
+def clock(time: float | None, zone: tzinfo | None = None) -> str:
+    """``11:02:10`` in ``zone`` (None: this machine's)."""
+    found = _datetime(time, zone)
+    return "??:??:??" if found is None else f"{found:%H:%M:%S}"
+
+
+def moment(time: float | None, now: float, zone: tzinfo | None = None) -> str:
+    """``Tue 11 Aug 09:14``, with the year where it is not this one."""
+    found, today = _datetime(time, zone), _datetime(now, zone)
+    if found is None:
+        return _UNKNOWN
+    year = "" if today is not None and today.year == found.year else f" {found:%Y}"
+    return f"{found:%a} {found.day} {found:%b}{year} {found:%H:%M}"
+
+
+def period(start: float | None, end: float | None, now: float, zone: tzinfo | None = None) -> str:
+    """``Tue 11 Aug 09:14 → 11:02``; the day of the end only where it is another one."""
+    begun, over = _datetime(start, zone), _datetime(end, zone)
+    left = moment(start, now, zone)
+    if over is None:
+        return left
+    same_day = begun is not None and begun.date() == over.date()
+    return f"{left} → {over:%H:%M}" if same_day else f"{left} → {moment(end, now, zone)}"
+
+
+def nodes(names: Iterable[str]) -> str:
+    """``n[01-04]``, or the plain names where they can't be folded."""
+    given = tuple(names)
+    try:
+        return fold_nodes(given)
+    except ConfigError:
+        return ",".join(clean(name, 64) for name in given)
+
+
+def _datetime(time: float | None, zone: tzinfo | None) -> datetime | None:
+    if time is None or not math.isfinite(time):
+        return None
+    try:
+        return datetime.fromtimestamp(time, tz=zone).astimezone(zone)
+    except (OverflowError, OSError, ValueError):
+        return None

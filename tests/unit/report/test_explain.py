@@ -1,0 +1,453 @@
+"""What a person reads about a run that was interrupted, rolled back, held, or is still going."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timezone
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import events as ev
+from slurm_forge.report.explain import explain, only_attempt
+from slurm_forge.report.explain_text import explain_text
+from slurm_forge.report.facts import RunFacts
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Action, Change
+from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.unit.report.journals import Scribe
+
+
+@pytest.fixture
+def scribe(tmp_path: Path) -> Scribe:
+    return Scribe(tmp_path)
+
+
+def told(facts: RunFacts, attempt: int | None = None) -> str:
+    return explain_text(
+        explain(facts), now=facts.now, reference="tiny-gpt", zone=timezone.utc, attempt=attempt
+    )
+
+
+def preempted_and_finished(scribe: Scribe) -> None:
+    """100 steps, preempted, 17 min in the queue, 300 steps."""
+    scribe.submitted()
+    scribe.later(180).begin("n01", "n02", "n03", "n04")
+    scribe.resume(0)
+    scribe.train(1, 100)
+    scribe.preempted(100)
+    scribe.later(17 * 60).begin("n02", "n05")
+    scribe.resume(100)
+    scribe.train(101, 400)
+    scribe.save(400, reason="final")
+    scribe.finish(400)
+
+
+def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
+    preempted_and_finished(scribe)
+    assert told(scribe.facts(after=9999)) == (
+        "tiny-gpt   finished   step 400 of 400   2 attempts, 2 launches   "
+        "goodput 79.2 %   lost 18 min of 84 min\n"
+        "\n"
+        "attempt 1   job 8812301   n[01-04]   Tue 11 Aug 09:03 → 09:20   "
+        "waited 3 min in the queue\n"
+        "  launch 1   8 ranks   from the start, training after 14 s "
+        "(interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
+        "  preempted        09:20:00   scontrol: PreemptTime=11:02:10 EndTime=11:04:10   "
+        "(certain)\n"
+        "    saved step 100 in 4.1 s, committed 6.1 s after the notice · requeued · 0 steps lost\n"
+        "\n"
+        "attempt 2   job 8812301   n[02,05]   Tue 11 Aug 09:37 → 10:27   "
+        "waited 17 min in the queue\n"
+        "  launch 1   8 ranks   from step 100 (step-00000100.a1.l1-00000000), "
+        "training after 14 s (interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
+        "  finished at step 400   10:27:15   1 checkpoint, the last at step 400, 0.3 s each\n"
+        "\n"
+        "What was changed for your science: nothing.\n"
+        "Next time: nothing to do.\n"
+        "Details: slurm-forge explain tiny-gpt --attempt 1\n"
+    )
+
+
+def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:
+    preempted_and_finished(scribe)
+    story = explain(scribe.facts(after=9999))
+    first, second = story.attempts
+    assert (first.waited_s, second.waited_s) == (180, 17 * 60)
+    launch = first.launches[0]
+    assert launch.repeated_steps == 0
+    assert launch.agreed_s == 0.003
+    assert launch.notice_to_saved_s == pytest.approx(6.1, abs=0.01)
+    assert launch.resumes[0].start_s == 14
+    assert second.launches[0].repeated_steps is None
+    # 4000 s of steps and 6.4 s of saves; the hours after the end count for nothing.
+    assert story.kept_s == story.training_s == pytest.approx(4006.4, abs=0.1)
+    assert story.elapsed_s == pytest.approx(1000 + 7.1 + 14 + 17 * 60 + 14 + 3000 + 1.3, abs=0.1)
+    assert story.elapsed_s is not None
+    assert story.goodput == pytest.approx(4006.4 / story.elapsed_s, abs=1e-4)
+
+
+def test_what_is_repeated_is_from_the_last_step_to_the_one_resumed_from(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.save(50)
+    scribe.train(51, 80)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, text="exit status 139", step=81)
+    scribe.relaunch()
+    scribe.resume(50)
+    scribe.train(51, 60)
+    story = explain(scribe.facts())
+    assert story.attempts[0].launches[0].repeated_steps == 31
+    assert story.repeated_steps == 31
+    assert story.repeated_s == pytest.approx(300)
+    assert story.kept_s == pytest.approx(500.3 + 100)
+    assert story.step == 60
+    assert "relaunched in the allocation · 31 steps repeated (5 min)" in told(scribe.facts())
+    assert "31 steps had to be repeated" in told(scribe.facts())
+
+
+def test_falling_back_over_two_launches_counts_the_steps_of_both(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.save(50)
+    scribe.train(51, 60)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, step=60)
+    scribe.relaunch()
+    scribe.resume(50)
+    scribe.train(51, 70)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, step=70)
+    scribe.relaunch()
+    scribe.write(
+        "rank0", ev.CheckpointRejected(name="step-00000050.a1.l1-00000000", reason="bad block")
+    )
+    scribe.resume(20)
+    launches = explain(scribe.facts()).attempts[0].launches
+    # 51-60 when launch 2 began; then 51-70 of launch 2 and 21-50 of launch 1.
+    assert [launch.repeated_steps for launch in launches] == [10 + 30, 20, None]
+    assert "passed over checkpoint step-00000050.a1.l1-00000000: bad block" in told(scribe.facts())
+
+
+def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 90)
+    scribe.save(90)
+    scribe.skip(91)
+    scribe.train(92, 98)
+    scribe.skip(99, count=3)
+    scribe.incident(
+        Cause.NON_FINITE,
+        Action.ROLLBACK,
+        text="3 steps in a row had a non-finite gradient",
+        step=101,
+        changes=(Change("lr_scale", "1", "0.5"),),
+        plan=RecoveryPlan(lr_factor=0.5, lr_from_step=90, lr_ramp_steps=200),
+    )
+    scribe.relaunch()
+    scribe.resume(90)
+    scribe.skip(91)
+    scribe.train(92, 110)
+    text = told(scribe.facts())
+    assert "  skipped step 91, samples 2 880-2 911: the update was not applied\n" in text
+    assert "  skipped step 99-101, samples 3 136-3 231: the update was not applied\n" in text
+    assert "    lr_scale 1 → 0.5 · rolled back · relaunched in the allocation · 11 steps" in text
+    # What was rolled back is not part of the result; what was skipped again is.
+    assert (
+        "What was changed for your science: learning rate 1 → 0.5 of its schedule from step 90, "
+        "back by step 290; 1 update skipped (step 91), 32 samples without effect.\n"
+    ) in text
+
+
+def test_memory_and_micro_batch_are_not_science(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.incident(
+        Cause.CUDA_OOM,
+        Action.SHRINK_MICRO_BATCH,
+        text="CUDA out of memory",
+        changes=(Change("micro_batch", "32", "16"), Change("exclude_nodes", "", "n01")),
+        plan=RecoveryPlan(micro_batch=16),
+    )
+    scribe.requeued()
+    text = told(scribe.facts())
+    assert "micro_batch 32 → 16 · exclude_nodes none → n01 · requeued" in text
+    assert "What was changed for your science: nothing.\n" in text
+    assert "micro-batch 32 → 16 with more accumulation, global batch unchanged; nodes" in text
+    assert "Next time: ask for micro_batch_size=16 from the start.\n" in text
+
+
+def test_an_unknown_parameter_counts_as_science(scribe: Scribe) -> None:
+    scribe.begin()
+    changes = (Change("dropout", "0.1", "0.2"),)
+    scribe.incident(Cause.LOSS_SPIKE, Action.RELAUNCH, changes=changes)
+    assert "What was changed for your science: dropout 0.1 → 0.2.\n" in told(scribe.facts())
+
+
+def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 10)
+    scribe.preempted(10)
+    scribe.later(60).begin()
+    scribe.resume(10, world_size=4, exact=False)
+    assert "science: randomness derived anew at step 10 (4 ranks;" in told(scribe.facts())
+
+
+def test_a_held_run_says_why_and_what_to_do(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    scribe.incident(
+        Cause.APP_ERROR,
+        Action.HOLD,
+        text="ValueError: shapes do not fit",
+        step=5,
+        rung=None,
+        reason="app_error: nothing left to try (relaunch used 1 times)",
+    )
+    scribe.end("hold")
+    facts = scribe.facts(after=7200)
+    text = told(facts)
+    assert text.startswith("tiny-gpt   held   step 5 of 400   ")
+    assert "held: app_error: nothing left to try (relaunch used 1 times)" in text
+    assert "rank 0 on n01: ValueError: shapes do not fit   (likely)" in text
+    assert (
+        "Next time: correct the error that the evidence shows, then slurm-forge requeue tiny-gpt.\n"
+    ) in text
+    # The two hours in which nobody cared are not the run's.
+    assert explain(facts).elapsed_s == pytest.approx(14 + 50 + 1)
+
+
+def test_a_cancelled_run(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.incident(
+        Cause.USER_CANCELLED,
+        Action.STOP,
+        source="scontrol",
+        text="JobState=CANCELLED",
+        rung=None,
+        reason="the job was cancelled; it stays cancelled",
+        confidence=Confidence.CERTAIN,
+    )
+    scribe.end("stop")
+    text = told(scribe.facts())
+    assert text.startswith("tiny-gpt   cancelled   ")
+    assert "    stopped\n" in text
+
+
+def test_a_run_that_is_going_on(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.save(50)
+    facts = scribe.facts(after=3)
+    assert told(facts).startswith("tiny-gpt   running   step 50 of 400   1 attempt, 1 launch   ")
+    assert (
+        "  running   step 50, last heard of 3.0 s ago   "
+        "1 checkpoint, the last at step 50, 0.3 s each\n"
+    ) in told(facts)
+    assert "Details:" not in told(facts)
+
+
+def test_an_attempt_that_went_without_a_word(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.save(50)
+    scribe.later(600).begin()
+    scribe.resume(50)
+    text = told(scribe.facts())
+    assert "  ended without a word, last heard of 09:08:34\n" in text
+    assert text.count("ended without a word") == 1
+    assert "waited 10 min in the queue" in text
+
+
+def test_no_journal_at_all(scribe: Scribe) -> None:
+    text = told(scribe.facts())
+    assert text.startswith("tiny-gpt   new\n   not started yet\n")
+    assert "no attempt has been started yet" in text
+
+
+def test_damage_is_told_and_the_rest_is_read(scribe: Scribe) -> None:
+    preempted_and_finished(scribe)
+    path = sorted(scribe.run.journal.glob("1-supervisor-*"))[1]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b'{"torn\x1b[31m\n' + b"".join(lines[1:]))
+    text = told(scribe.facts())
+    assert f"   warning: damaged line left out: {path.name}, line 1: " in text
+    assert "preempted        09:20:00" in text
+    assert "\x1b" not in text
+
+
+def test_a_decision_whose_incident_was_lost_is_still_told(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.incident(Cause.HANG, Action.RELAUNCH)
+    for path in scribe.run.journal.iterdir():
+        kept = [x for x in path.read_bytes().splitlines(True) if b'"kind":"incident"' not in x]
+        path.write_bytes(b"".join(kept))
+    scribe.relaunch()
+    text = told(scribe.facts())
+    assert "no evidence   (its evidence was lost)" in text
+    assert "    relaunched in the allocation\n" in text
+
+
+def test_a_successor_and_a_requeue_that_slurm_did_not_take(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.incident(Cause.PREEMPTED, Action.REQUEUE)
+    method = "sbatch --dependency=afterany"
+    scribe.write("supervisor", ev.RequeueIntended(job="8812301", method=method, reason="disabled"))
+    scribe.write("supervisor", ev.RequeueDone(job="8812301", method=method, successor="8812399"))
+    scribe.end("successor")
+    assert "successor job 8812399 submitted" in told(scribe.facts())
+    scribe.later(5).begin(job="8812399")
+    scribe.resume(0)
+    scribe.incident(Cause.PREEMPTED, Action.REQUEUE)
+    scribe.write(
+        "supervisor", ev.RequeueIntended(job="8812399", method="scontrol requeue", reason="p")
+    )
+    scribe.write(
+        "supervisor",
+        ev.RequeueFailed(job="8812399", method="scontrol requeue", reason="Socket timed out"),
+    )
+    scribe.end("open")
+    text = told(scribe.facts())
+    assert "scontrol requeue was not taken: Socket timed out" in text
+    assert "requeue left open" in text
+    assert "   waits for a requeue that Slurm has not taken\n" in text
+    assert "Slurm has not taken the requeue: slurm-forge reconcile tiny-gpt" in text
+
+
+def test_a_stop_whose_save_came_too_late(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 30)
+    scribe.save(20, seconds=7.0)
+    scribe.preempted(31, saves=False)
+    scribe.later(60).begin()
+    scribe.resume(20)
+    text = told(scribe.facts())
+    assert "the stop's checkpoint was not committed in time · requeued · 11 steps repeated" in text
+    assert "give the last save more time (lead) (saves take up to 7.0 s): one did not" in text
+
+
+def test_probes_and_a_late_rank(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("supervisor", ev.ProbeMeasured(ok=True, step=5, latency_s=0.012, count=30))
+    scribe.write(
+        "supervisor",
+        ev.ProbeMeasured(ok=False, step=9, late_ranks=(4, 5), late_hosts=("n06", "n06\x1b[1m")),
+    )
+    scribe.incident(Cause.HANG, Action.RELAUNCH, source="probe", text="late: rank 4 (n06)")
+    assert "probe failed, late: rank 4 (n06), rank 5 (n06?[1m)" in told(scribe.facts())
+    assert "  30 probes fine, the slowest in 12 ms\n" in told(scribe.facts(), attempt=1)
+
+
+def test_one_attempt_in_full(scribe: Scribe) -> None:
+    preempted_and_finished(scribe)
+    text = told(scribe.facts(), attempt=1)
+    assert "attempt 2" not in text
+    assert "  09:19:54  notice: SIGTERM (rank 3)\n" in text
+    assert "all ranks agreed to stop at step 100 within 3 ms" in text
+    assert "  09:20:00  saved step-00000100.a1.l1-00000000 in 4.1 s (stop)\n" in text
+    assert "    decided: preempted: requeue\n" in text
+    story = only_attempt(explain(scribe.facts()), 1)
+    assert story is not None
+    assert [one.number for one in story.attempts] == [1]
+    assert only_attempt(explain(scribe.facts()), 3) is None
+
+
+def test_long_evidence_is_cut_in_the_whole_story_only(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, text="x" * 1000)
+    assert "x" * 1000 not in told(scribe.facts())
+    assert "x" * 1000 in told(scribe.facts(), attempt=1)
+
+
+def test_a_superseded_attempt_is_left_out_and_told(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    scribe.later(60).begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.attempt = 1  # an incarnation that Slurm had lost sight of
+    scribe.later(300).train(6, 9)
+    facts = scribe.facts()
+    assert explain(facts).step == 20
+    assert "4 lines of attempts that had been taken over by a newer one left out" in told(facts)
+
+
+def test_time_held_is_not_time_in_the_queue(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    scribe.end("hold")
+    scribe.later(100_000).write(
+        "cli", ev.UserAsked(verb="requeue", user="somebody"), launch=1 << 30
+    )
+    scribe.submitted("8812400")
+    scribe.later(40).begin(job="8812400")
+    story = explain(scribe.facts())
+    assert story.attempts[1].waited_s == 40
+    assert [(act.verb, act.user, act.job) for act in story.acts] == [
+        ("requeue", "somebody", None),
+        ("submit", None, "8812400"),
+    ]
+
+
+def test_a_local_run_between_two_attempts(scribe: Scribe) -> None:
+    scribe.begin(job="local-1", via="submitit local")
+    scribe.resume(0)
+    scribe.train(1, 5)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, step=5)
+    scribe.end("requeued")  # nobody asked Slurm: no RequeueDone
+    text = told(scribe.facts(after=2))
+    assert text.startswith("tiny-gpt   requeued   ")
+    assert "    requeued\n" in text
+
+
+def test_a_request_to_save_is_no_notice_to_stop(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("supervisor", ev.NoticeSeen(what="SAVE", source="file"))
+    scribe.save(5, reason="SAVE file")
+    scribe.later(1000).preempted(100)
+    launch = explain(scribe.facts()).attempts[0].launches[0]
+    assert launch.stop_checkpoint is not None
+    assert launch.stop_checkpoint.step == 100
+    assert launch.notice_to_saved_s == pytest.approx(6.1, abs=0.01)
+
+
+def test_skips_with_other_samples_between_are_not_put_together(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    for step, first in ((7, 192), (8, 224), (9, 512)):
+        scribe.write(
+            "rank0", ev.StepSkipped(step=step, first_sample=first, samples=32, consecutive=1)
+        )
+    text = told(scribe.facts())
+    assert "skipped step 7-8, samples 192-255:" in text
+    assert "skipped step 9, samples 512-543:" in text
+
+
+def test_a_run_that_is_just_stopping_is_not_blamed_for_a_late_save(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("supervisor", ev.NoticeSeen(what="SIGTERM", source="rank 0"))
+    scribe.write("supervisor", ev.StopAgreed(step=3, seconds=0.01))
+    text = told(scribe.facts())
+    assert "Next time: nothing to do.\n" in text
+    assert "not committed" not in text
+
+
+def test_the_same_line_twice_is_read_once(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    facts = scribe.facts()
+    twice = replace(facts, records=facts.records + facts.records)
+    assert told(twice) == told(facts)

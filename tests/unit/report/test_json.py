@@ -1,0 +1,90 @@
+"""The keys that programs rely on.  A test that fails here is a broken promise to them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.report.encoding import to_json
+from slurm_forge.report.explain import explain
+from slurm_forge.report.status import take_status
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Change
+from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.unit.report.journals import Scribe
+
+STATUS = (
+    "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
+    "last_seen_age_s checkpoint plan open next warnings"
+)
+RUN = (
+    "schema run path status words reason job step total_steps committed_step started last_seen "
+    "elapsed_s training_s kept_s repeated_s repeated_steps goodput attempts acts changes next_time "
+    "warnings"
+)
+ATTEMPT = (
+    "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes"
+)
+LAUNCH = (
+    "number started ended last_seen outcome world_size nodes step resumes training_s "
+    "repeated_steps repeated_s notices stop_step agreed_s stop_checkpoint notice_to_saved_s "
+    "incidents checkpoints failed_saves rejected skipped probes slowest_probe_s late_probes"
+)
+INCIDENT = "id time cause confidence step rank hosts evidence decision"
+RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s"
+
+
+def a_run(folder: Path) -> Scribe:
+    scribe = Scribe(folder)
+    scribe.submitted()
+    scribe.later(5).begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.save(20)
+    scribe.skip(21)
+    changes = (Change("micro_batch", "8", "4"),)
+    plan = RecoveryPlan(micro_batch=4)
+    scribe.incident(Cause.CUDA_OOM, Action.RELAUNCH, changes=changes, plan=plan)
+    scribe.relaunch()
+    scribe.resume(20)
+    return scribe
+
+
+def test_the_keys_of_status(tmp_path: Path) -> None:
+    body = json.loads(to_json(take_status(a_run(tmp_path).facts())))
+    assert " ".join(body) == STATUS
+    assert list(body["checkpoint"]) == ["name", "step", "time", "age_s"]
+    assert " ".join(body["plan"]) == (
+        "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes"
+    )
+
+
+def test_the_keys_of_explain(tmp_path: Path) -> None:
+    body = json.loads(to_json(explain(a_run(tmp_path).facts())))
+    assert " ".join(body) == RUN
+    assert " ".join(body["attempts"][0]) == ATTEMPT
+    launch = body["attempts"][0]["launches"][0]
+    assert " ".join(launch) == LAUNCH
+    assert " ".join(launch["incidents"][0]) == INCIDENT
+    assert " ".join(launch["resumes"][0]) == RESUME
+    assert launch["incidents"][0]["decision"]["changes"] == [
+        {"parameter": "micro_batch", "old": "8", "new": "4"}
+    ]
+    assert launch["skipped"] == [
+        {"first_step": 21, "last_step": 21, "first_sample": 640, "last_sample": 671}
+    ]
+    assert list(body["changes"][0]) == ["parameter", "text", "science"]
+
+
+@dataclass(frozen=True)
+class Odd:
+    worst: float
+    text: str
+
+
+def test_what_json_lacks_is_null_and_control_characters_are_escaped() -> None:
+    text = to_json(Odd(math.nan, "a\x1b[2J"))
+    assert json.loads(text) == {"schema": 1, "worst": None, "text": "a\x1b[2J"}
+    assert "\x1b" not in text

@@ -1,0 +1,196 @@
+"""One screen about a run, in every state it can be in."""
+
+from __future__ import annotations
+
+from datetime import timezone
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import events as ev
+from slurm_forge.report.facts import RunFacts
+from slurm_forge.report.status import take_status
+from slurm_forge.report.status_text import status_text
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.unit.report.journals import Scribe
+
+
+@pytest.fixture
+def scribe(tmp_path: Path) -> Scribe:
+    return Scribe(tmp_path)
+
+
+def screen(facts: RunFacts) -> dict[str, str]:
+    """Label to value; several lines of one label are joined."""
+    found: dict[str, str] = {}
+    for line in status_text(take_status(facts), zone=timezone.utc).splitlines():
+        label, value = line[:11].strip(), line[12:]
+        found[label] = f"{found[label]} | {value}" if label in found else value
+    return found
+
+
+def test_a_run_in_training(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.later(60).begin("n01", "n02", "n03")
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.save(50)
+    scribe.train(51, 100)
+    shown = screen(scribe.facts(after=4))
+    assert shown == {
+        "run": f"tiny-gpt   {scribe.run.path}",
+        "status": "running: training",
+        "job": "8812301",
+        "attempt": "1, launch 1, 8 ranks, on n[01-03]",
+        "step": "100 of 400 (25.0 %)",
+        "checkpoint": "step 50, 8 min 24 s ago (09:09:34)   step-00000050.a1.l1-00000000",
+        "last heard": "4.0 s ago",
+        "next": "nothing to do",
+    }
+
+
+def test_a_run_that_was_never_started(scribe: Scribe) -> None:
+    shown = screen(scribe.facts())
+    assert shown["status"] == "new: not started yet"
+    assert shown["checkpoint"] == "none yet"
+    assert "slurm-forge requeue tiny-gpt" in shown["next"]
+
+
+def test_a_submitted_run(scribe: Scribe) -> None:
+    scribe.submitted()
+    shown = screen(scribe.facts())
+    assert shown["status"] == "submitted, waits to be started"
+    assert "squeue -j 8812301" in shown["next"]
+
+
+def test_a_requeued_run(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.preempted(20)
+    shown = screen(scribe.facts(after=180))
+    assert shown["status"] == "requeued 3 min ago, waits to be started again"
+    assert shown["step"].startswith("20 of 400")
+    assert "last heard" not in shown
+
+
+def test_a_starting_run_is_not_training(scribe: Scribe) -> None:
+    scribe.begin()
+    assert screen(scribe.facts())["status"] == "running: starting"
+
+
+def test_a_stopping_run(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("supervisor", ev.StopAgreed(step=3, seconds=0.01))
+    assert screen(scribe.facts())["status"] == "running: stopping"
+
+
+def test_a_run_that_says_nothing_any_more(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    shown = screen(scribe.facts(after=3 * 3600))
+    assert shown["status"] == "running, but nothing was heard of it for 3 h"
+    assert shown["next"].startswith("see whether it is alive: squeue -j 8812301")
+
+
+def test_a_held_run_shows_the_reason_and_the_way_on(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.incident(Cause.HANG, Action.HOLD, rung=None, reason="hang: nothing left to try")
+    scribe.end("hold")
+    shown = screen(scribe.facts())
+    assert shown["status"] == "held: hang: nothing left to try"
+    assert shown["next"] == (
+        "see why: slurm-forge explain tiny-gpt | then, to go on: slurm-forge requeue tiny-gpt"
+    )
+
+
+def test_a_held_local_run_goes_on_where_it_was_started(scribe: Scribe) -> None:
+    scribe.begin(job="local-12", via="submitit local")
+    scribe.incident(Cause.HANG, Action.HOLD, rung=None)
+    scribe.end("hold")
+    assert "slurm-forge run with its job file" in screen(scribe.facts())["next"]
+
+
+def test_the_plan_in_force_is_shown_only_where_it_changes_something(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 100)
+    plan = RecoveryPlan(
+        lr_factor=0.5,
+        lr_from_step=100,
+        lr_ramp_steps=100,
+        micro_batch=16,
+        mem_factor=1.5,
+        exclude_nodes=("n06", "n07"),
+    )
+    scribe.incident(Cause.NON_FINITE, Action.ROLLBACK, plan=plan)
+    scribe.relaunch()
+    scribe.resume(100)
+    scribe.train(101, 150)
+    assert screen(scribe.facts())["changed"] == (
+        "learning rate 0.75 of its schedule, back by step 200; "
+        "micro-batch 16 (global batch unchanged); memory 1.5 times what was asked; "
+        "without n[06-07]"
+    )
+    scribe.train(151, 200)
+    assert "learning rate" not in screen(scribe.facts())["changed"]
+
+
+def test_an_open_intent_is_open_whatever_else(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.incident(Cause.PREEMPTED, Action.REQUEUE)
+    method = "scontrol requeue"
+    scribe.write("supervisor", ev.RequeueIntended(job="88", method=method, reason="preempted"))
+    scribe.write("supervisor", ev.RequeueFailed(job="88", method=method, reason="timed out"))
+    scribe.end("open")
+    shown = screen(scribe.facts())
+    assert shown["status"] == "running: waits for a requeue that Slurm has not taken"
+    assert shown["open"] == "scontrol requeue of job 88 (preempted)"
+    assert shown["next"].endswith("slurm-forge reconcile tiny-gpt")
+
+
+def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.run.stop_file.touch()
+    scribe.run.save_file.touch()
+    assert screen(scribe.facts())["open"] == (
+        "the file STOP asks it to save, stop and stay away | the file SAVE asks for a checkpoint"
+    )
+
+
+def test_done_counts_even_where_the_journal_lost_its_last_line(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 400)
+    scribe.run.mark_done(400, 1)
+    shown = screen(scribe.facts(after=7200))
+    assert shown["status"] == "finished"
+    assert shown["next"].startswith("nothing to do")
+
+
+def test_a_finished_run_has_no_plan_in_force(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.incident(Cause.CUDA_OOM, Action.RELAUNCH, plan=RecoveryPlan(micro_batch=2))
+    scribe.relaunch()
+    scribe.resume(0)
+    scribe.train(1, 400)
+    scribe.finish(400)
+    assert "changed" not in screen(scribe.facts())
+
+
+def test_problems_of_reading_are_warnings(scribe: Scribe) -> None:
+    facts = RunFacts(
+        name="x", path="/x", reference="x", now=0.0, problems=("run.yaml can't be read\x1b[2J",)
+    )
+    assert screen(facts)["warning"] == "run.yaml can't be read?[2J"
+
+
+def test_an_unknown_total_is_no_percentage(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 1234, seconds=0.01)
+    assert screen(scribe.facts(total=None))["step"] == "1 234"
