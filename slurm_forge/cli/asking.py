@@ -1,0 +1,164 @@
+"""``requeue``, ``reconcile``, ``stop``, ``save``: a person asks something of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from slurm_forge.launch.submission import Brought
+    from slurm_forge.run_directory import RunDirectory
+
+__all__ = ["reconcile", "requeue", "save", "stop"]
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run, or the path of its folder.")
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What ``requeue`` and ``reconcile`` print with ``--json``.
+
+    ``job`` is where the run goes on; ``changed`` says whether Slurm was asked for anything.
+    """
+
+    run: str
+    path: str
+    job: str
+    text: str
+    changed: bool
+
+
+def requeue(
+    run: RunName,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            "--site", metavar="NAME|FILE", help="Site; without it, the one it was submitted with."
+        ),
+    ] = None,
+    runs: Runs = None,
+    json: AsJson = False,
+) -> None:
+    """Let a held, stopped or cancelled run go on.
+
+    A run that is alive stays as it is.
+
+    Example:  slurm-forge requeue tiny-gpt
+    """
+    from slurm_forge.cli.places import find_run, reference, site_places
+    from slurm_forge.errors import RunDirectoryError
+    from slurm_forge.launch.submission import bring_back, run_state
+    from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.spec.run_file import read_run_file
+
+    found = find_run(run, runs)
+    file = read_run_file(found.spec_file)
+    job = run_state(found).job
+    if job and not job[0].isdigit() and not found.is_done():
+        raise RunDirectoryError(
+            f"{found.name} was started on this machine, not by Slurm ({job})",
+            next_step="Go on with it here: slurm-forge run and its job file.",
+        )
+    chosen = site_places().load(site or file.site).site
+    slurm = SubprocessSlurm.of_this_process()
+    brought = bring_back(found, slurm, site=chosen, file=file)
+    follow = f".   follow: slurm-forge status {reference(found)}"
+    _answer(found, brought, follow, as_json=json)
+
+
+def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
+    """Carry out a requeue that Slurm did not answer.
+
+    Example:  slurm-forge reconcile tiny-gpt
+    """
+    from slurm_forge.cli.places import find_run
+    from slurm_forge.launch.submission import reconcile as carry_out
+    from slurm_forge.slurm.client import SubprocessSlurm
+
+    found = find_run(run, runs)
+    brought = carry_out(found, SubprocessSlurm.of_this_process())
+    _answer(found, brought, ".", as_json=json)
+
+
+def _answer(found: RunDirectory, brought: Brought, more: str, *, as_json: bool) -> None:
+    """What was done, in words or as one JSON document."""
+    if not as_json:
+        typer.echo(f"{found.name}: {brought.text}{more}")
+        return
+    from slurm_forge.report.encoding import to_json
+
+    typer.echo(
+        to_json(
+            Answer(
+                run=found.name,
+                path=str(found.path),
+                job=brought.job,
+                text=brought.text,
+                changed=brought.changed,
+            )
+        )
+    )
+
+
+def stop(run: RunName, runs: Runs = None) -> None:
+    """Ask a run to save, stop, and stay away.
+
+    It goes on when somebody requeues it.
+
+    Example:  slurm-forge stop tiny-gpt
+    """
+    from slurm_forge.cli.places import find_run, reference
+
+    found = find_run(run, runs)
+    if found.is_done():
+        typer.echo(f"{found.name} is finished already; nothing was asked.")
+        return
+    found.stop_file.touch(mode=0o600)
+    _note(found, "stop")
+    typer.echo(
+        f"{found.name}: asked to save and stop; if it waits in the queue, it will not start.   "
+        f"go on later: slurm-forge requeue {reference(found)}"
+    )
+
+
+def save(run: RunName, runs: Runs = None) -> None:
+    """Ask a run for a checkpoint now; it goes on.
+
+    Example:  slurm-forge save tiny-gpt
+    """
+    from slurm_forge.cli.places import find_run, reference
+
+    found = find_run(run, runs)
+    if found.is_done():
+        typer.echo(f"{found.name} is finished already; nothing was asked.")
+        return
+    found.save_file.touch(mode=0o600)
+    _note(found, "save")
+    typer.echo(
+        f"{found.name}: asked to save at its next step, or right after its next start.   "
+        f"see: slurm-forge status {reference(found)}"
+    )
+
+
+def _note(found: RunDirectory, verb: str) -> None:
+    """Say who asked; the request itself is the file, which a colleague can touch too."""
+    import contextlib
+    import getpass
+
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.journal.events import UserAsked
+    from slurm_forge.launch.submission import note
+
+    with contextlib.suppress(OSError, ForgeError):
+        note(found, UserAsked(verb=verb, user=getpass.getuser()))

@@ -1,0 +1,78 @@
+"""Entry point of ``slurm-forge``.
+
+Exit status: 0 it worked (for ``run``: the run is finished); 1 the run of ``run`` did not finish;
+2 it could not be done, or not be understood: nothing was changed but what the message says;
+130 interrupted from the keyboard.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from slurm_forge.cli import asking, looking, running, submitting
+from slurm_forge.cli.failing import ForgeGroup
+
+__all__ = ["app", "main"]
+
+_EPILOG = (
+    "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish, "
+    "2 it could not be done, 130 interrupted."
+)
+
+app = typer.Typer(
+    name="slurm-forge",
+    cls=ForgeGroup,
+    help="Training runs that finish by themselves on any Slurm cluster.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain text starts faster than boxes, and it can be pasted.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command()(submitting.submit)
+app.command()(submitting.render)
+app.command()(running.run)
+app.command()(looking.status)
+app.command()(looking.explain)
+app.command()(asking.requeue)
+app.command()(asking.reconcile)
+app.command()(asking.stop)
+app.command()(asking.save)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib import import_module
+
+        # By name: a plain import would count as one of everything that the package can load.
+        typer.echo(f"slurm-forge {import_module('slurm_forge').__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that can't show an arrow gets a question mark, not a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()
+
+
+if __name__ == "__main__":
+    main()

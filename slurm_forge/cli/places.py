@@ -1,0 +1,88 @@
+"""Which run, which folder of runs, which site a person means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurm_forge.errors import RunDirectoryError
+from slurm_forge.knobs import Knobs
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.environment import process_environ
+
+if TYPE_CHECKING:
+    from slurm_forge.site.loading import SitePlaces
+
+__all__ = ["find_run", "reference", "runs_folder", "site_places"]
+
+_DEFAULT = Path("runs")
+
+
+def runs_folder(given: Path | None) -> Path:
+    """``--runs``, else SLURM_FORGE_RUNS, else ``./runs``."""
+    if given is not None:
+        return given.expanduser()
+    knob = Knobs.from_environ(process_environ()).runs
+    return _DEFAULT if knob is None else Path(knob).expanduser()
+
+
+def find_run(wanted: str, runs: Path | None) -> RunDirectory:
+    """The run of that name in the folder of runs, or at that path."""
+    if "/" in wanted or wanted in (".", ".."):
+        return RunDirectory.existing(wanted)
+    folder = runs_folder(runs)
+    try:
+        return RunDirectory.existing(folder / wanted)
+    except RunDirectoryError:
+        here = Path(wanted)
+        if (here / "run.yaml").is_file():
+            return RunDirectory.existing(here)
+        raise _no_such_run(wanted, folder) from None
+
+
+def reference(run: RunDirectory) -> str:
+    """What to type to mean this run from the current folder: its name where that is enough."""
+    usual = RunDirectory.at(runs_folder(None) / run.name)
+    return run.name if usual.path == run.path else _shortest(run.path)
+
+
+def site_places() -> SitePlaces:
+    """Where site files are looked for."""
+    from slurm_forge.site.loading import SitePlaces, packaged_folder
+
+    return SitePlaces(
+        packaged=packaged_folder(),
+        user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
+        knob=Knobs.from_environ(process_environ()).site,
+    )
+
+
+def _shortest(path: Path) -> str:
+    here = Path.cwd()
+    return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)
+
+
+def _no_such_run(wanted: str, folder: Path) -> RunDirectoryError:
+    known = _names(folder)
+    if not known:
+        return RunDirectoryError(
+            f"there is no run {wanted!r}: {folder.absolute()} holds none",
+            next_step="Give the path of the run, or say where runs are: --runs DIR or "
+            "SLURM_FORGE_RUNS.",
+        )
+    import difflib
+
+    close = difflib.get_close_matches(wanted, known, n=1)
+    meant = f' (did you mean "{close[0]}"?)' if close else ""
+    shown = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
+    return RunDirectoryError(
+        f"there is no run {wanted!r} in {folder.absolute()}{meant}",
+        next_step=f"Runs there: {shown}.",
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(p.name for p in folder.iterdir() if (p / "run.yaml").is_file())
+    except OSError:
+        return []

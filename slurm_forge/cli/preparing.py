@@ -1,0 +1,74 @@
+"""From a job file to a run directory that can be started: checked first, made last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.cli.entry_check import check_entry
+from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.files import write_atomic
+from slurm_forge.launch.script import options
+from slurm_forge.launch.submission import create_run, untouched
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.spec import JobSpec, load_job
+from slurm_forge.spec.run_file import RunFile
+
+__all__ = ["Checked", "check", "keep_script", "make"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A job that nothing was found wrong with; ``doubts`` are sentences for the user."""
+
+    job: JobSpec
+    path: Path
+    doubts: tuple[str, ...]
+
+
+def check(path: Path) -> Checked:
+    """Read a job file and look at everything that can be seen without starting it."""
+    job = load_job(path)
+    if job.entry is None:
+        raise ConfigError(
+            "command: slurm_forge starts an entry (module:function), not a command",
+            path=path,
+            next_step="Write entry: package.module:train, or path/file.py:train.",
+        )
+    doubts = (*check_entry(job.entry, Path.cwd(), path), *_not_yet(job))
+    return Checked(job=job, path=path, doubts=doubts)
+
+
+def _not_yet(job: JobSpec) -> tuple[str, ...]:
+    """Keys that are read and not acted on in this version: said aloud, not passed over."""
+    asked = []
+    if job.checkpoint.keep_best is not None:
+        asked.append("checkpoint.keep_best")
+    if "good_after_steps" in job.checkpoint.model_fields_set:
+        asked.append("checkpoint.good_after_steps")
+    for cause in job.recovery.model_fields_set:
+        for rung in getattr(job.recovery, cause):
+            if "skip_samples" in rung.model_fields_set:
+                asked.append(f"recovery.{cause}: skip_samples")
+    return tuple(f"note: {key} is not acted on in this version" for key in dict.fromkeys(asked))
+
+
+def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, RunFile]:
+    """Make the run, or renew one that was made and never started (a refused submission)."""
+    run = RunDirectory.at(runs / checked.job.name)
+    options(checked.job, site, run)  # raises what the site refuses, before anything is made
+    if run.spec_file.is_file() and not untouched(run):
+        raise RunDirectoryError(
+            f"a run already lives in {run.path}",
+            next_step=f"Choose another name in {checked.path}, or go on with it: "
+            f"slurm-forge requeue {run.name}",
+        )
+    return create_run(checked.job, runs=runs, site=site, submitted_from=Path.cwd())
+
+
+def keep_script(run: RunDirectory, text: str) -> Path:
+    """Write the batch script where a successor job is submitted from."""
+    script = run.submissions / "job.sbatch"
+    write_atomic(script, text.encode(), mode=0o700)
+    return script

@@ -1,0 +1,180 @@
+"""``submit`` and ``render``: from a job file to a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from slurm_forge.site.model import Site
+    from slurm_forge.slurm.client import Slurm
+
+__all__ = ["Submission", "render", "submit"]
+
+Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+SiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--site", metavar="NAME|FILE", help="Site (SLURM_FORGE_SITE, else what Slurm is called)."
+    ),
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+
+_NOTHING = "nothing was submitted."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What ``submit --json`` prints: the run, its folder, the job, and what was told."""
+
+    run: str
+    path: str
+    job: str
+    site: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    site: Site
+    because: str
+    default_partition: str | None
+
+
+def submit(job: Job, site: SiteName = None, runs: Runs = None, json: Json = False) -> None:
+    """Check a job, make its run, hand it to Slurm.
+
+    Example:  slurm-forge submit train.yaml --site mycluster
+    """
+    from slurm_forge.cli.failing import fail
+    from slurm_forge.errors import ForgeError, SlurmUnreachableError
+    from slurm_forge.slurm.client import SubprocessSlurm
+
+    slurm = SubprocessSlurm.of_this_process()
+    try:
+        submission, follow = _submit(job, site, runs, slurm, quiet=json)
+    except SlurmUnreachableError as error:
+        asked = error.argv[:1] == ("sbatch",)
+        fail(error, _UNKNOWN if asked and error.returncode != _NOT_THERE else _NOTHING)
+    except (ForgeError, OSError) as error:
+        fail(error, _NOTHING)
+    if json:
+        from slurm_forge.report.encoding import to_json
+
+        typer.echo(to_json(submission))
+        return
+    told = f"submitted {submission.run} as job {submission.job}."
+    typer.echo(f"{told}   follow: slurm-forge status {follow} --follow")
+
+
+#: Shells say this of a command that does not exist; then no job can have been made.
+_NOT_THERE = 127
+_UNKNOWN = (
+    "it is not known whether the job was submitted: look with squeue before you submit again."
+)
+
+
+def _submit(
+    path: Path, site: str | None, runs: Path | None, slurm: Slurm, *, quiet: bool
+) -> tuple[Submission, str]:
+    from slurm_forge.cli.places import reference, runs_folder
+    from slurm_forge.cli.preparing import check, make
+    from slurm_forge.launch.submission import submit_script
+    from slurm_forge.report.outlook import outlook
+
+    checked = check(path)
+    chosen = _choose(site, slurm, need_slurm=True)
+    notes = (
+        f"site {chosen.site.name}: {chosen.because}.",
+        *checked.doubts,
+        *outlook(checked.job, chosen.site, default_partition=chosen.default_partition),
+    )
+    if not quiet:
+        for note in notes:
+            typer.echo(note)
+    run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+    job = submit_script(run, file, chosen.site, slurm)
+    submission = Submission(
+        run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
+    )
+    return submission, reference(run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """What ``render`` prints with ``--json``."""
+
+    run: str
+    path: str
+    site: str
+    script: str
+    notes: tuple[str, ...]
+
+
+def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = False) -> None:
+    """Make the run of a job and print its batch script.
+
+    The script starts the run, so the run's folder is made, as submit does; rendering again
+    renews it as long as the run has never been started.
+
+    Example:  slurm-forge render train.yaml | sbatch
+    """
+    from slurm_forge.cli.failing import fail
+    from slurm_forge.cli.places import runs_folder
+    from slurm_forge.cli.preparing import check, keep_script, make
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.launch.script import render as script_of
+    from slurm_forge.slurm.client import SubprocessSlurm
+
+    try:
+        checked = check(job)
+        chosen = _choose(site, SubprocessSlurm.of_this_process(), need_slurm=False)
+        run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+        text = script_of(file, chosen.site, run)
+        keep_script(run, text)
+    except (ForgeError, OSError) as error:
+        fail(error, "nothing was rendered.")
+    if json:
+        from slurm_forge.report.encoding import to_json
+
+        rendering = Rendering(
+            run=run.name,
+            path=str(run.path),
+            site=chosen.site.name,
+            script=text,
+            notes=checked.doubts,
+        )
+        typer.echo(to_json(rendering))
+        return
+    for doubt in checked.doubts:
+        typer.echo(doubt, err=True)
+    typer.echo(f"run: {run.path} (site {chosen.site.name}: {chosen.because})", err=True)
+    typer.echo(text, nl=False)
+
+
+def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
+    """The site with what Slurm itself says filled in."""
+    from slurm_forge.cli.places import site_places
+    from slurm_forge.errors import SlurmCommandError
+    from slurm_forge.site.detection import fill_from_slurm
+
+    places = site_places()
+    if wanted is not None:
+        places.load(wanted)  # a wrong name is told before Slurm is asked anything
+    try:
+        config, partitions = slurm.show_config(), slurm.show_partitions()
+    except SlurmCommandError:
+        if need_slurm:
+            raise
+        loaded = places.load(wanted)
+        return _Chosen(loaded.site, loaded.because, None)
+    loaded = places.load(wanted, cluster_name=config.cluster_name)
+    default = next((one.name for one in partitions if one.is_default), None)
+    return _Chosen(fill_from_slurm(loaded.site, config, partitions), loaded.because, default)

@@ -1,0 +1,144 @@
+"""``requeue``, ``reconcile``, ``stop`` and ``save``: what a person asks of a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slurm_forge.cli.places import site_places
+from slurm_forge.journal import RunStatus, fold, read_journal
+from slurm_forge.journal import events as ev
+from slurm_forge.launch.submission import create_run
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.answers import RequeueOutcome
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import load_job
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.unit.cli.conftest import PretendSlurm, Shell
+from tests.unit.report.journals import Scribe
+
+
+@pytest.fixture
+def held(shell: Shell, scribe: Scribe) -> Scribe:
+    """A run that was held after its first attempt."""
+    job = load_job(shell.folder / "train.yaml")
+    site = site_places().load("generic").site
+    create_run(job, runs=shell.folder / "made", site=site, submitted_from=shell.folder)
+    made = RunDirectory.at(shell.folder / "made" / "tiny-gpt")
+    scribe.run.spec_file.write_bytes(made.spec_file.read_bytes())
+    scribe.begin()
+    scribe.resume(0)
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    scribe.end("hold")
+    return scribe
+
+
+def asked(scribe: Scribe) -> list[str]:
+    records, _ = read_journal(scribe.run)
+    return [r.event.verb for r in records if isinstance(r.event, ev.UserAsked)]
+
+
+def test_a_held_run_is_submitted_again(shell: Shell, held: Scribe, slurm: PretendSlurm) -> None:
+    held.run.stop_file.touch()
+    result = shell("requeue", "tiny-gpt")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == (
+        "tiny-gpt: submitted as job 8812301.   follow: slurm-forge status tiny-gpt\n"
+    )
+    assert len(slurm.submitted) == 1
+    assert not held.run.stop_file.exists()
+    assert asked(held) == ["requeue"]
+
+
+def test_a_run_that_is_alive_stays_as_it_is(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    slurm.jobs["8812301"] = JobRecord(
+        job_id=8812301, name="x", state=JobState.RUNNING, state_text="RUNNING"
+    )
+    result = shell("requeue", "tiny-gpt")
+    assert "job 8812301 is RUNNING already" in result.stdout
+    assert slurm.submitted == []
+
+
+def test_a_finished_run_is_not_requeued(shell: Shell, held: Scribe, slurm: PretendSlurm) -> None:
+    held.run.mark_done(400, 1)
+    result = shell("requeue", "tiny-gpt")
+    assert result.exit_code == 2
+    assert "tiny-gpt is finished" in result.stderr
+    assert slurm.submitted == []
+
+
+def test_a_run_of_this_machine_is_not_given_to_slurm(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    held.begin(job="local-77", via="submitit local")
+    held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    result = shell("requeue", "tiny-gpt")
+    assert result.exit_code == 2
+    assert "was started on this machine" in result.stderr
+    assert "slurm-forge run" in result.stderr
+    assert slurm.submitted == []
+
+
+def test_reconcile_carries_an_open_intent_out(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    held.begin()
+    held.incident(Cause.PREEMPTED, Action.REQUEUE)
+    method = "scontrol requeue"
+    held.write("supervisor", ev.RequeueIntended(job="8812301", method=method, reason="p"))
+    held.write("supervisor", ev.RequeueFailed(job="8812301", method=method, reason="timed out"))
+    held.end("open")
+    result = shell("reconcile", "tiny-gpt")
+    assert result.exit_code == 0, result.stderr
+    assert fold(read_journal(held.run)[0]).open_intent is None
+    assert "nothing is open" in shell("reconcile", "tiny-gpt").stdout
+
+
+def test_reconcile_that_finds_no_slurm_says_that_it_is_still_open(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_forge.launch.ladder._BETWEEN_S", 0.0)
+    held.begin()
+    held.write("supervisor", ev.RequeueIntended(job="8812301", method="m", reason="p"))
+    slurm.outcome = RequeueOutcome.UNREACHABLE
+    result = shell("reconcile", "tiny-gpt")
+    assert result.exit_code == 2
+    assert "still open" in result.stderr
+
+
+def test_stop_and_save_leave_their_files_and_say_who_asked(shell: Shell, held: Scribe) -> None:
+    result = shell("stop", "tiny-gpt")
+    assert result.exit_code == 0
+    assert held.run.stop_file.exists()
+    assert "go on later: slurm-forge requeue tiny-gpt" in result.stdout
+    assert shell("stop", "tiny-gpt").exit_code == 0  # twice is no mistake
+    assert shell("save", "tiny-gpt").exit_code == 0
+    assert held.run.save_file.exists()
+    assert sorted(asked(held)) == ["save", "stop", "stop"]
+    assert fold(read_journal(held.run)[0]).status is RunStatus.HELD
+
+
+@pytest.mark.parametrize("verb", ["stop", "save"])
+def test_a_finished_run_is_asked_nothing(shell: Shell, held: Scribe, verb: str) -> None:
+    held.run.mark_done(400, 1)
+    result = shell(verb, "tiny-gpt")
+    assert result.exit_code == 0
+    assert "finished already" in result.stdout
+    assert not held.run.stop_file.exists()
+    assert not held.run.save_file.exists()
+
+
+def test_requeue_and_reconcile_answer_as_json(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("requeue", "tiny-gpt", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert (told["run"], told["job"], told["changed"]) == ("tiny-gpt", "8812301", True)
+    nothing = json.loads(shell("reconcile", "tiny-gpt", "--json").stdout)
+    assert (nothing["text"], nothing["changed"]) == ("nothing is open", False)

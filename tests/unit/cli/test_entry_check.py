@@ -1,0 +1,71 @@
+"""What is found out about an entry without importing anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.cli.entry_check import check_entry
+from slurm_forge.errors import ConfigError
+
+JOB = Path("train.yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pack" / "deep").mkdir(parents=True)
+    (tmp_path / "pack" / "deep" / "model.py").write_text(
+        "import torch_that_is_not_here\n"
+        "try:\n    from fast import train\nexcept ImportError:\n    from slow import train\n"
+        "if True:\n    def other(run): ...\n"
+        "made, = (lambda run: None,)\n"
+        "class Trainer: ...\n"
+    )
+    (tmp_path / "star.py").write_text("from pack.deep.model import *\n")
+    (tmp_path / "torn.py").write_text("def train(run:\n")
+    (tmp_path / "odd.py").write_bytes(b"\x00")
+    (tmp_path / "deep.py").write_text("-" * 100_000 + "1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "pack.deep.model:train",
+        "pack.deep.model:other",
+        "pack.deep.model:made",
+        "pack.deep.model:Trainer",
+        "pack/deep/model.py:train",
+        "star:anything",
+    ],
+)
+def test_what_is_there_is_found_wherever_it_is_defined(folder: Path, entry: str) -> None:
+    assert check_entry(entry, folder, JOB) == ()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("pack.deep.modle:train", "has no module 'pack.deep.modle'"),
+        ("pack.deep.model:run", "has no function 'run'"),
+        ("torn:train", "torn.py, line 1"),
+        ("odd:train", "odd.py: source code"),
+        ("missing.py:train", "there is no file"),
+    ],
+)
+def test_what_is_certainly_wrong_is_an_error(folder: Path, entry: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.yaml: entry: ") as caught:
+        check_entry(entry, folder, JOB)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ["installed_on_the_nodes.only:train", "deep:train"])
+def test_what_may_be_right_elsewhere_is_a_doubt(folder: Path, entry: str) -> None:
+    doubts = check_entry(entry, folder, JOB)
+    assert len(doubts) == 1
+    assert doubts[0].startswith("entry: ")
+
+
+def test_a_module_of_this_interpreter_is_found(folder: Path) -> None:
+    assert check_entry("json.decoder:JSONDecoder", folder, JOB) == ()

@@ -1,0 +1,191 @@
+"""``run``: what is shown while a run trains on this machine, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.journal import RunState
+from slurm_forge.journal import events as ev
+from slurm_forge.launch import local
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.unit.cli.conftest import JOB, Shell
+from tests.unit.report.journals import Scribe
+
+Trainer = Callable[[Scribe, Callable[[], None]], int]
+
+
+@pytest.fixture
+def trains(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], list[int]]:
+    """Put a trainer in the place of submitit's local executor; the ranks it was given."""
+
+    def install(trainer: Trainer) -> list[int]:
+        given: list[int] = []
+
+        def run_locally(
+            run: RunDirectory, file: RunFile, ranks: int, progress: Callable[[RunState], None]
+        ) -> int:
+            del file
+            given.append(ranks)
+            return trainer(Scribe(run.path.parent, run.name), lambda: progress(RunState()))
+
+        monkeypatch.setattr(local, "run_locally", run_locally)
+        return given
+
+    return install
+
+
+def finishes(scribe: Scribe, look: Callable[[], None]) -> int:
+    scribe.begin("here", job="local-1", via="submitit local")
+    scribe.resume(0)
+    look()
+    scribe.skip(1)
+    scribe.train(2, 10)
+    scribe.save(10, reason="final")
+    look()
+    scribe.finish(10)
+    return 0
+
+
+def test_what_happens_is_told_as_it_happens_and_explained_at_the_end(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    given = trains(finishes)
+    result = shell("run", "train.yaml", "--ranks", "2")
+    assert result.exit_code == 0, result.output
+    assert given == [2]
+    lines = [line.partition("  ")[2] for line in result.stdout.split("\n\n")[0].splitlines()]
+    assert lines == [
+        "attempt 1, job local-1 on here",
+        "training from the start on 8 ranks",
+        "skipped the update of step 1 (samples 0-31)",
+        "saved step 10 in 0.3 s (final)",
+        "finished at step 10",
+        "attempt 1 ended: finished",
+    ]
+    assert "\ntiny-gpt   finished   step 10 of 400" in result.stdout
+    assert "\x1b" not in result.stdout  # not a terminal
+
+
+def test_ranks_are_those_of_the_job_where_nothing_is_said(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    given = trains(finishes)
+    job = JOB.replace("partition: long", "tasks_per_node: 4")
+    (shell.folder / "train.yaml").write_text(job)
+    assert shell("run", "train.yaml").exit_code == 0
+    assert given == [4]
+
+
+def test_a_run_that_is_held_exits_1_and_says_why(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def fails(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin(job="local-1", via="submitit local")
+        scribe.incident(Cause.APP_ERROR, Action.HOLD, text="KeyError: 'x'", rung=None)
+        scribe.end("hold")
+        return 1
+
+    trains(fails)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 1
+    assert "rank 0 on n01: KeyError: 'x'" in result.stdout
+    assert "slurm-forge run with its job file" in result.stdout
+
+
+def test_a_run_goes_on_and_tells_only_what_is_new(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def stops(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin(job="local-1", via="submitit local")
+        scribe.resume(0)
+        scribe.preempted(3)
+        return 1
+
+    def goes_on(scribe: Scribe, look: Callable[[], None]) -> int:
+        assert not scribe.run.stop_file.exists()
+        scribe.later(60).begin(job="local-2", via="submitit local")
+        scribe.resume(3)
+        scribe.finish(10)
+        return 0
+
+    trains(stops)
+    assert shell("run", "train.yaml").exit_code == 1
+    shell("stop", "tiny-gpt")
+    trains(goes_on)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 0, result.output
+    told = result.stdout.split("\n\n")[0]
+    assert "attempt 2, job local-2" in told
+    assert "resumed at step 3 on 8 ranks" in told
+    assert "attempt 1" not in told
+    assert "asked: run" not in told
+
+
+def test_a_changed_job_file_is_another_run(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def begins(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin()
+        return 1
+
+    trains(begins)
+    shell("run", "train.yaml")
+    (shell.folder / "train.yaml").write_text(JOB.replace("400", "800"))
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 2
+    assert "was begun with another job" in result.stderr
+
+
+def test_a_finished_run_is_not_started_again(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    given = trains(finishes)
+    shell("run", "train.yaml")
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("tiny-gpt is finished already.\n")
+    assert len(given) == 1
+
+
+def test_an_interrupt_is_130_and_names_the_way_back(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def interrupted(scribe: Scribe, look: Callable[[], None]) -> int:
+        raise KeyboardInterrupt
+
+    trains(interrupted)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 130
+    assert "slurm-forge status tiny-gpt" in result.stderr
+
+
+def test_an_error_of_ours_is_a_message(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def breaks(scribe: Scribe, look: Callable[[], None]) -> int:
+        raise ForgeError("it broke \x1b[2J", next_step="Do this.")
+
+    trains(breaks)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 2
+    assert result.stderr == "it broke ?[2J\n  Do this.\n"
+
+
+def test_a_note_of_a_journal_can_not_write_to_the_terminal(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def notes(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin()
+        scribe.write("supervisor", ev.Note(text="[bold]x[/] \x1b]0;title\x07"))
+        look()
+        return 1
+
+    trains(notes)
+    result = shell("run", "train.yaml")
+    assert "[bold]x[/] ?]0;title?\n" in result.stdout

@@ -1,0 +1,194 @@
+"""``submit`` and ``render``: nothing is made before everything has been looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
+from slurm_forge.journal import fold, read_journal
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import read_run_file
+from tests.unit.cli.conftest import JOB, PretendSlurm, Shell
+
+
+def run_of(shell: Shell) -> RunDirectory:
+    return RunDirectory.at(shell.folder / "runs" / "tiny-gpt")
+
+
+def write_site(shell: Shell, text: str) -> str:
+    path = shell.folder / "hill.yaml"
+    path.write_text("name: hill\n" + text)
+    path.chmod(0o600)
+    return "./hill.yaml"
+
+
+def test_submit_says_what_will_happen_and_which_job_it_is(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 0, result.stderr
+    assert (
+        "generic, partition long: preempted jobs are cancelled after 120 s of notice and not "
+        "requeued; a successor job will be submitted (afterany).\n"
+    ) in result.stdout
+    assert result.stdout.endswith(
+        "submitted tiny-gpt as job 8812301.   follow: slurm-forge status tiny-gpt --follow\n"
+    )
+    assert fold(read_journal(run_of(shell))[0]).job == "8812301"
+    script = slurm.submitted[0][0].read_text()
+    assert "#SBATCH --partition=long\n" in script
+    assert str(run_of(shell).path) in script
+
+
+def test_submit_for_programs(shell: Shell, slurm: PretendSlurm) -> None:
+    result = shell("submit", "train.yaml", "--json")
+    body = json.loads(result.stdout)
+    assert " ".join(body) == "schema run path job site notes"
+    assert (body["run"], body["job"], body["site"]) == ("tiny-gpt", "8812301", "generic")
+    assert body["path"] == str(run_of(shell).path)
+
+
+def test_a_mistake_names_file_and_line_and_nothing_is_made(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    wrong = JOB + "recovery:\n  cuda_oom: [{do: shrink_micro_batch, time: 3}]\n"
+    (shell.folder / "train.yaml").write_text(wrong)
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        'train.yaml:6: recovery.cuda_oom[0].time: unknown key (did you mean "times"?)\n'
+    )
+    assert result.stderr.endswith("nothing was submitted.\n")
+    assert not run_of(shell).path.exists()
+    assert slurm.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("tiny:trian", "has no function 'trian' (did you mean \"train\"?)"),
+        ("tiny.py:absent", "has no function 'absent'"),
+        ("absent.py:train", "entry: there is no file "),
+    ],
+)
+def test_an_entry_that_is_not_there(
+    shell: Shell, slurm: PretendSlurm, entry: str, message: str
+) -> None:
+    (shell.folder / "train.yaml").write_text(JOB.replace("tiny:train", entry))
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.endswith("nothing was submitted.\n")
+    assert not run_of(shell).path.exists()
+
+
+def test_a_command_is_not_started_as_an_entry(shell: Shell, slurm: PretendSlurm) -> None:
+    (shell.folder / "train.yaml").write_text("name: x\ncommand: [python, train.py]\n")
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert "slurm_forge starts an entry" in result.stderr
+    assert not (shell.folder / "runs").exists()
+
+
+def test_an_option_that_the_site_refuses(shell: Shell, slurm: PretendSlurm) -> None:
+    site = write_site(shell, 'rejected_options: ["--partition"]\n')
+    result = shell("submit", "train.yaml", "--site", site)
+    assert result.exit_code == 2
+    assert "hill refuses the option --partition" in result.stderr
+    assert not run_of(shell).path.exists()
+
+
+def test_a_wrong_site_is_told_before_slurm_is_asked(shell: Shell, slurm: PretendSlurm) -> None:
+    slurm.error = SlurmUnreachableError(("scontrol",), 1, "should not be asked")
+    result = shell("submit", "train.yaml", "--site", "nowhere")
+    assert result.exit_code == 2
+    assert "there is no site 'nowhere'" in result.stderr
+
+
+def test_the_site_is_told_by_clustername(shell: Shell, slurm: PretendSlurm) -> None:
+    sites = shell.folder / ".config" / "slurm_forge" / "sites"
+    sites.mkdir(parents=True, mode=0o700)
+    (sites / "hill.yaml").write_text("name: hill\ncluster_names: [hill]\n")
+    (sites / "hill.yaml").chmod(0o600)
+    result = shell("submit", "train.yaml")
+    assert "site hill: Slurm's ClusterName is hill.\n" in result.stdout
+    assert read_run_file(run_of(shell).spec_file).site == "hill"
+
+
+def test_slurm_says_no_and_the_next_try_needs_no_tidying_up(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    slurm.submit_error = SlurmCommandError(("sbatch", "x"), 1, "Invalid account")
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert "Invalid account" in result.stderr
+    assert result.stderr.endswith("nothing was submitted.\n")
+    slurm.submit_error = None
+    changed = JOB.replace("partition: long", "partition: long, account: mine")
+    (shell.folder / "train.yaml").write_text(changed)
+    assert shell("submit", "train.yaml").exit_code == 0
+    assert read_run_file(run_of(shell).spec_file).job.resources.account == "mine"
+    assert "--account=mine" in slurm.submitted[0][0].read_text()
+
+
+def test_no_answer_to_sbatch_is_not_called_nothing(shell: Shell, slurm: PretendSlurm) -> None:
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert "it is not known whether the job was submitted" in result.stderr
+    assert "nothing was submitted" not in result.stderr
+
+
+def test_no_slurm_here(shell: Shell, slurm: PretendSlurm) -> None:
+    slurm.error = SlurmUnreachableError(("scontrol",), 127, "scontrol can't be started")
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("nothing was submitted.\n")
+    assert not run_of(shell).path.exists()
+
+
+def test_a_run_that_was_submitted_is_not_submitted_again(shell: Shell, slurm: PretendSlurm) -> None:
+    shell("submit", "train.yaml")
+    before = run_of(shell).spec_file.read_bytes()
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert "slurm-forge requeue tiny-gpt" in result.stderr
+    assert len(slurm.submitted) == 1
+    assert run_of(shell).spec_file.read_bytes() == before
+
+
+def test_a_job_file_that_is_not_there(shell: Shell, slurm: PretendSlurm) -> None:
+    result = shell("submit", "absent.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("absent.yaml: can't be read: No such file or directory")
+
+
+def test_render_prints_the_script_and_makes_the_run_that_it_starts(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    result = shell("render", "train.yaml")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("#!/bin/bash\n")
+    assert str(run_of(shell).path) in result.stdout
+    assert read_run_file(run_of(shell).spec_file).job.name == "tiny-gpt"
+    # The successor of a cancelled job is submitted from this file.
+    assert (run_of(shell).submissions / "job.sbatch").read_text() == result.stdout
+    assert slurm.submitted == []
+    assert shell("render", "train.yaml").stdout == result.stdout
+    assert shell("submit", "train.yaml").exit_code == 0
+
+
+def test_render_needs_no_slurm(shell: Shell, slurm: PretendSlurm) -> None:
+    slurm.error = SlurmUnreachableError(("scontrol",), 127, "not here")
+    result = shell("render", "train.yaml")
+    assert result.exit_code == 0, result.stderr
+    assert "(site generic: no Slurm)" in result.stderr
+
+
+def test_runs_elsewhere(shell: Shell, slurm: PretendSlurm, tmp_path: Path) -> None:
+    result = shell("submit", "train.yaml", "--runs", str(tmp_path / "there"))
+    assert result.stdout.endswith("slurm-forge status ./there/tiny-gpt --follow\n")
+    assert (tmp_path / "there" / "tiny-gpt" / "run.yaml").is_file()

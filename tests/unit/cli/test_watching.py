@@ -1,0 +1,62 @@
+"""Lines for pipes, a bar for terminals."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from slurm_forge.cli.gathering import Gathering
+from slurm_forge.cli.watching import PlainScreen, Watcher, screen_for
+from slurm_forge.journal import events as ev
+from tests.unit.report.journals import Scribe
+
+
+class Terminal(io.StringIO):
+    """What a person would see, with everything that moves the cursor."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_a_step_is_told_now_and_then() -> None:
+    now = [0.0]
+    lines: list[str] = []
+    screen = PlainScreen(lines.append, total=2000, clock=lambda: now[0])
+    for second in range(100):
+        now[0] = float(second)
+        screen.step(second * 10)
+    assert lines == ["step 300 of 2 000", "step 600 of 2 000", "step 900 of 2 000"]
+
+
+def test_a_terminal_gets_a_bar_and_the_lines_as_they_are(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    terminal = Terminal()
+    gathering = Gathering(scribe.run)
+    with screen_for(terminal, total=gathering.total_steps) as screen:
+        watcher = Watcher(gathering, screen)
+        scribe.begin()
+        scribe.resume(0)
+        scribe.train(1, 100)
+        scribe.write("supervisor", ev.Note(text="[red]not markup[/red]"))
+        watcher.look()
+    assert "[red]not markup[/red]" in terminal.getvalue()
+    assert "100/400" in terminal.getvalue()
+
+
+def test_a_step_further_back_is_shown_after_a_rollback(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    seen: list[int] = []
+
+    class Steps:
+        def line(self, text: str) -> None: ...
+
+        def step(self, step: int) -> None:
+            seen.append(step)
+
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 9)
+    scribe.relaunch()
+    scribe.resume(5)
+    Watcher(Gathering(scribe.run), Steps()).look()
+    assert seen == [0, 9, 5]
