@@ -1,0 +1,1 @@
+"""What slurm_forge is tested with, for other projects to use as well; nothing imports it."""

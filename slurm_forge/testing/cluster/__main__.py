@@ -1,0 +1,157 @@
+"""``python -m slurm_forge.testing.cluster``: a real Slurm on this machine, by one command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from slurm_forge.errors import ConfigError, ForgeError
+from slurm_forge.testing.cluster.cluster import SlurmCluster
+from slurm_forge.testing.cluster.install import install_packages
+from slurm_forge.testing.cluster.spec import ClusterSpec, Tracking
+
+DEFAULT_DIRECTORY = Path("/tmp/slurm-forge-cluster")  # noqa: S108  ours, mode and owner are checked
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit status."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        return _run(given)
+    except ForgeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.action == "install":
+        return _install()
+    if given.action == "up":
+        return _up(given)
+    if given.action == "down":
+        SlurmCluster(given.dir).stop()
+        _say(f"stopped; the logs are in {given.dir}/log")
+        return 0
+    cluster = SlurmCluster.attach(given.dir)
+    if given.action == "status":
+        healthy = cluster.is_healthy()
+        _say(_describe(cluster))
+        _say(cluster.queue())
+        return 0 if healthy else 1
+    if given.action == "env":
+        _say(f"export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
+        return 0
+    command = list(given.command) if given.action == "exec" else [_shell(cluster)]
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        raise ForgeError("nothing to run", next_step="exec -- sinfo")
+    try:
+        os.execvpe(command[0], command, dict(cluster.env))  # noqa: S606  that is what exec is for
+    except FileNotFoundError:
+        raise ForgeError(f"{command[0]}: no such command", next_step="Check its name.") from None
+
+
+def _install(*, accounting: bool = True) -> int:
+    installed = install_packages(os.environ, accounting=accounting)
+    if installed:
+        _say(f"installed {' '.join(installed)}")
+    return 0
+
+
+def _up(given: argparse.Namespace) -> int:
+    if given.install:
+        _install(accounting=given.accounting)
+    cluster = SlurmCluster(given.dir, _spec(given))
+    cluster.start()
+    _say(_describe(cluster))
+    _say(f"export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
+    return 0
+
+
+def _spec(given: argparse.Namespace) -> ClusterSpec:
+    try:
+        return _unchecked_spec(given)
+    except ValueError as error:
+        raise ConfigError(str(error), next_step="Give 'up' another value.") from None
+
+
+def _unchecked_spec(given: argparse.Namespace) -> ClusterSpec:
+    return ClusterSpec(
+        nodes=given.nodes,
+        cpus=given.cpus,
+        tracking=Tracking(given.tracking),
+        kill_wait=timedelta(seconds=given.kill_wait),
+        cred_expire=timedelta(seconds=given.cred_expire),
+        slurmd_timeout=timedelta(seconds=given.slurmd_timeout),
+        job_requeue=given.job_requeue,
+        send_user_signal=given.send_user_signal,
+        accounting=given.accounting,
+    )
+
+
+def _describe(cluster: SlurmCluster) -> str:
+    state = cluster.state
+    version = f"{state.platform.version.year:02d}.{state.platform.version.month:02d}"
+    figures = (
+        f"booted in {state.boot_s or 0:.1f} s, a trivial job took {state.trivial_job_s or 0:.1f} s"
+    )
+    memory = "enforced" if cluster.limits_memory else "not enforced"
+    return (
+        f"Slurm {version} in {cluster.layout.directory}: {figures}\n"
+        f"nodes {' '.join(cluster.nodes)}; processes tracked by {state.tracking.value}"
+        f" ({state.platform.cgroup.value}), memory limits {memory}"
+        + (f"\ncontrol groups were tried: {state.without_cgroups}" if state.without_cgroups else "")
+    )
+
+
+def _shell(cluster: SlurmCluster) -> str:
+    return cluster.env.get("SHELL") or "/bin/bash"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = ClusterSpec()
+    parser = argparse.ArgumentParser(
+        prog="python -m slurm_forge.testing.cluster", description=__doc__
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    texts = {
+        "install": "apt-get what is missing, nothing else",
+        "up": "boot a cluster; wipes the directory",
+        "down": "stop exactly the processes of the cluster",
+        "status": "is it healthy, what does it run",
+        "env": "print what a shell must export",
+        "shell": "an interactive shell in which sbatch, squeue, … talk to the cluster",
+        "exec": "run one command that talks to the cluster: exec -- sinfo",
+    }
+    made = {name: actions.add_parser(name, help=text) for name, text in texts.items()}
+    for sub in made.values():
+        sub.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY, help="default: %(default)s")
+    made["exec"].add_argument("command", nargs=argparse.REMAINDER)
+    up = made["up"]
+    up.add_argument("--install", action="store_true", help="apt-get what is missing")
+    up.add_argument("--tracking", choices=[t.value for t in Tracking], default="auto")
+    up.add_argument("--nodes", type=int, default=default.nodes)
+    up.add_argument("--cpus", type=int, default=default.cpus, help="CPUs per node")
+    for name in ("kill_wait", "cred_expire", "slurmd_timeout"):
+        seconds = int(getattr(default, name).total_seconds())
+        up.add_argument(f"--{name.replace('_', '-')}", type=int, default=seconds, metavar="SECONDS")
+    up.add_argument("--send-user-signal", action="store_true")
+    up.add_argument("--no-job-requeue", dest="job_requeue", action="store_false")
+    up.add_argument("--no-accounting", dest="accounting", action="store_false")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
