@@ -1,0 +1,307 @@
+"""Whole runs on this machine through submitit's own executors: local processes, and in process.
+
+Nothing is forked from here: interpreters start, ranks meet through the run directory, and submitit
+starts them again when they ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import submitit
+import torch
+import torch.nn.functional as F
+
+import slurm_forge as forge
+from slurm_forge.control import member
+from slurm_forge.errors import AlreadyFinishedError
+from slurm_forge.journal import RunState, RunStatus, read_journal
+from slurm_forge.journal.events import CheckpointCommitted, StepSkipped
+from slurm_forge.launch.here import train_here
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, run_state
+from slurm_forge.launch.submitit_job import ForgeJob
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.testing.faults import Faults
+from slurm_forge.training.order import SampleOrder
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.jobs import Samples, _Record, build, consumed
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+BATCH, STEPS = 16, 12
+
+
+def train(run: forge.Run) -> None:
+    """``args``: faults; hold, a step before which rank 0 waits for the file ``go`` in attempt 1."""
+    model = build(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    run.register(model=model, optimizer=optimizer)
+    faults, record = Faults(run.args.get("faults", ())), _Record(run)
+    for batch in run.batches(Samples(), global_batch_size=BATCH, until=forge.Steps(STEPS)):
+        step = run.step_number
+        (run.directory / f"micro-{run.attempt}").write_text(str(list(batch.micro_sizes)))
+        if step == run.args.get("hold") and run.attempt == 1 and run.rank == 0:
+            wait_until_known_to_train(run)
+            (run.directory / "here").touch()
+            wait(run.directory / "go")
+
+        def compute_loss(micro: Any) -> torch.Tensor:
+            loss = F.cross_entropy(model(micro[0]), micro[1])
+            return faults.loss(loss, run, samples=len(micro[1]))
+
+        run.train_step(batch, compute_loss, max_norm=1.0)
+        record.write(step, batch.sample_ids)
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    (run.directory / f"weights-{run.rank}").write_text(hashlib.sha256(weights).hexdigest())
+
+
+def wait(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.02)
+
+
+def wait_until_known_to_train(run: forge.Run) -> None:
+    """Ranks say every second that they do; a signal before that ends a launch at once, unsaved."""
+    said, channel = threading.Semaphore(0), run._member
+    original = channel._beat
+
+    def beat(now: float) -> Any:
+        message = original(now)
+        if message.started:
+            said.release()
+        return message
+
+    with mock.patch.object(channel, "_beat", beat), mock.patch.object(member, "_BEAT_S", 0.05):
+        for _ in range(2):  # at the second one the first one has been sent
+            said.acquire()
+
+
+class Held:
+    """Called while a run goes on: once it is held, does something; lets go when that is known."""
+
+    def __init__(self, runs: Path, act: Callable[[RunDirectory], Any], until: Callable[..., Any]):
+        self._run, self._act, self._until = RunDirectory.at(runs / "run"), act, until
+        self._acted = False
+
+    def __call__(self, state: RunState) -> None:
+        here, go = self._run.path / "here", self._run.path / "go"
+        if not here.exists() or go.exists():
+            return
+        if not self._acted:
+            self._acted = True
+            self._act(self._run)
+        elif self._until(state):
+            go.touch()
+
+
+def here(runs: Path, held: Held | None = None, *, ranks: int = 2, **spec: Any) -> RunDirectory:
+    whole = {"name": "run", "checkpoint": {"every_steps": 4}, "probe": {"enabled": False}, **spec}
+    progress = held or (lambda state: None)
+    return train_here(f"{__file__}:train", whole, ranks=ranks, runs=runs, progress=progress)
+
+
+def events(run: RunDirectory, kind: type) -> list[Any]:
+    records, damage = read_journal(run)
+    assert not damage
+    return [record.event for record in records if isinstance(record.event, kind)]
+
+
+def check_samples(run: RunDirectory) -> None:
+    order = SampleOrder(0, len(Samples()), BATCH)
+    assert consumed(run.path) == {
+        step: sorted(order.indices(step * BATCH, BATCH)) for step in range(STEPS)
+    }
+
+
+def incidents(state: RunState) -> list[tuple[Cause, Action]]:
+    return [
+        (incident.cause, decision.action)
+        for attempt in state.attempts
+        for (_, incident), (_, decision) in zip(attempt.incidents, attempt.decisions, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run with one NaN, on one rank, that somebody asked for a save in between."""
+    runs = tmp_path_factory.mktemp("runs")
+    asked = Held(runs, lambda run: run.save_file.touch(), lambda s: s.attempts[0].notices)
+    return here(runs, asked, args={"faults": ["nan@step=5,rank=1"], "hold": 2})
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(finished: RunDirectory) -> None:
+    assert run_state(finished).status is RunStatus.FINISHED
+    skipped = events(finished, StepSkipped)
+    assert [(s.step, s.first_sample, s.samples) for s in skipped] == [(6, 5 * BATCH, BATCH)]
+    first, second = ((finished.path / f"weights-{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    check_samples(finished)
+
+
+def test_the_file_save_asks_for_a_checkpoint(finished: RunDirectory) -> None:
+    saved = [e for e in events(finished, CheckpointCommitted) if e.reason == "SAVE file"]
+    assert [e.step for e in saved] == [3], "not once, or not at the next step"
+    assert not finished.save_file.exists()
+    assert len(run_state(finished).attempts) == 1
+
+
+def test_a_finished_run_that_is_started_again_returns_at_once(
+    finished: RunDirectory, tmp_path: Path
+) -> None:
+    with pytest.raises(AlreadyFinishedError, match="under another name"):
+        here(finished.path.parent)
+    executor = submitit.LocalExecutor(folder=tmp_path)
+    executor.update_parameters(tasks_per_node=2, timeout_min=1)
+    assert executor.submit(ForgeJob(str(finished.path))).results() == ["run: finished"] * 2
+    assert len(run_state(finished).attempts) == 1
+
+
+def test_three_bad_gradients_in_a_row_roll_back_with_half_the_learning_rate(
+    tmp_path: Path,
+) -> None:
+    ladder = [{"do": "skip", "times": 3}, {"do": "rollback", "times": 1, "lr_scale": 0.5}]
+    faults = ["nan@step=5,until=7,rank=0,attempt=1"]
+    run = here(tmp_path, ranks=1, args={"faults": faults}, recovery={"non_finite": ladder})
+    state = run_state(run)
+    assert state.status is RunStatus.FINISHED
+    assert incidents(state) == [(Cause.NON_FINITE, Action.ROLLBACK)]
+    assert [s.consecutive for s in state.attempts[0].skipped] == [1, 2, 3]
+    assert state.attempts[1].launches[0].resumed.step == 4, "not the last save before the fault"
+    (_, decision), *_ = state.attempts[0].decisions
+    assert [(c.parameter, c.old, c.new) for c in decision.changes] == [("lr_scale", "1", "0.5")]
+    assert state.plan.lr_scale(5) == 0.5
+    check_samples(run)
+
+
+def test_out_of_memory_on_one_rank_halves_the_micro_batch_and_nothing_else(tmp_path: Path) -> None:
+    run = here(tmp_path, args={"faults": ["oom@step=5,rank=1,above=4"]})
+    state = run_state(run)
+    assert state.status is RunStatus.FINISHED
+    assert incidents(state) == [(Cause.CUDA_OOM, Action.SHRINK_MICRO_BATCH)]
+    (_, decision), *_ = state.attempts[0].decisions
+    assert [(c.parameter, c.old, c.new) for c in decision.changes] == [("micro_batch", "8", "4")]
+    assert [incident.rank for _, incident in state.attempts[0].incidents] == [1]
+    assert [(run.path / f"micro-{n}").read_text() for n in (1, 2)] == ["[8]", "[4, 4]"]
+    check_samples(run)
+
+
+def test_sigterm_brings_the_run_back_without_a_step_lost(tmp_path: Path) -> None:
+    def signalled(run: RunDirectory) -> None:
+        os.kill(int(run_state(run).job.removeprefix("local-")), signal.SIGTERM)
+
+    held = Held(tmp_path, signalled, lambda state: len(state.attempts[0].notices) == 2)
+    run = here(tmp_path, held, args={"hold": 6})
+    state = run_state(run)
+    assert state.status is RunStatus.FINISHED
+    assert [attempt.outcome for attempt in state.attempts] == ["requeued", "finished"]
+    assert [(c.step, c.reason) for _, c in state.attempts[0].checkpoints][-1] == (7, "stop")
+    assert state.attempts[1].launches[0].resumed.step == 7
+    assert len((run.path / "samples" / "a001-l001-r0.jsonl").read_text().splitlines()) == 7
+    check_samples(run)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_program_climbs_its_ladder_and_then_the_run_is_held(
+    tmp_path: Path,
+) -> None:
+    ladder = [{"do": "requeue", "times": 1}]
+    args = {"faults": ["exception@step=6"]}
+    run = here(tmp_path, ranks=1, args=args, recovery={"app_error": ladder})
+    state = run_state(run)
+    assert state.status is RunStatus.HELD
+    assert "nothing left to try" in state.reason
+    assert incidents(state) == [(Cause.APP_ERROR, Action.REQUEUE), (Cause.APP_ERROR, Action.HOLD)]
+    words = state.attempts[1].incidents[0][1].evidence[0].text
+    assert "a fault on purpose at step 6" in words
+    assert not run.is_done()
+
+
+def test_the_file_stop_ends_the_run_until_it_is_taken_away(tmp_path: Path) -> None:
+    held = Held(tmp_path, lambda run: run.stop_file.touch(), lambda s: s.attempts[0].notices)
+    run = here(tmp_path, held, ranks=1, args={"hold": 5})
+    state = run_state(run)
+    assert state.status is RunStatus.STOPPED
+    assert incidents(state) == [(Cause.STOP_REQUESTED, Action.STOP)]
+    assert state.committed_step == 6
+    here(tmp_path, ranks=1)
+    assert len(run_state(run).attempts) == 1, "began although STOP is there"
+    run.stop_file.unlink()
+    here(tmp_path, ranks=1)
+    assert run_state(run).status is RunStatus.FINISHED
+    check_samples(run)
+
+
+# -- submitit's debug executor: no other process --------------------------------------------------
+
+
+def in_process(
+    runs: Path, act: Callable[[RunDirectory], None] | None = None, **spec: Any
+) -> tuple[RunDirectory, str]:
+    """Run to the end in a forked process: what submitit's job came to, or its error.
+
+    ``act`` runs on a thread beside it.
+    """
+    from tests.distributed.ranks import run_ranks
+
+    job = job_from_mapping(
+        {"name": "run", "entry": f"{__file__}:train", "checkpoint": {"every_steps": 4}, **spec}
+    )
+    run, _ = create_run(job, runs=runs, site=find_site("generic"), submitted_from=Path.cwd())
+
+    def body(rank: int) -> str:
+        before = signal.getsignal(signal.SIGTERM)
+        executor = submitit.AutoExecutor(runs / "submitit", cluster="debug")
+        if act is not None:
+            threading.Thread(target=act, args=(run,), daemon=True).start()
+        submitted = executor.submit(ForgeJob(str(run.path)))
+        error = submitted.exception()
+        assert signal.getsignal(signal.SIGTERM) is before, "this process would survive SIGTERM"
+        return repr(error) if error is not None else submitted.result()
+
+    (result,) = run_ranks(1, body, init=False)
+    return run, result
+
+
+def test_in_process_a_run_finishes(tmp_path: Path) -> None:
+    run, result = in_process(tmp_path)
+    assert result == "run: finished"
+    assert run.is_done()
+    check_samples(run)
+
+
+def test_in_process_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    def act(run: RunDirectory) -> None:
+        wait(run.path / "here")
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not run_state(run).attempts[0].notices:
+            time.sleep(0.01)
+        (run.path / "go").touch()
+
+    run, result = in_process(tmp_path, act, args={"hold": 6})
+    assert result == "run: finished"
+    state = run_state(run)
+    assert [attempt.outcome for attempt in state.attempts] == ["requeued", "finished"]
+    assert state.attempts[1].launches[0].resumed.step == 7
+    check_samples(run)
+
+
+def test_in_process_an_error_comes_back_as_one(tmp_path: Path) -> None:
+    args = {"faults": ["exception@step=6"]}
+    recovery = {"app_error": [{"do": "requeue", "times": 1}]}
+    run, result = in_process(tmp_path, args=args, recovery=recovery)
+    assert "ForgeError" in result
+    assert "did not finish: app_error: nothing left to try" in result
+    assert run_state(run).status is RunStatus.HELD
+    assert len(run_state(run).attempts) == 2

@@ -1,0 +1,136 @@
+"""Training functions for tests: small, deterministic, with faults on purpose.
+
+Submitted by file name (``tests/jobs.py:train``), so ranks import this without pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+import slurm_forge as forge
+from slurm_forge.testing.faults import Faults
+
+FEATURES = 32
+
+
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Each sample is a function of its index and of its own randomness."""
+
+    def __init__(self, length: int = 997, wait: float = 0.0) -> None:
+        self._length = length
+        self._wait = wait
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._wait:
+            time.sleep(self._wait)
+        generator = torch.Generator().manual_seed(index)
+        features = torch.randn(FEATURES, generator=generator)
+        noise = 0.01 * torch.randn(FEATURES)  # augmentation: from the global generator
+        return features + noise, torch.tensor(index % 10)
+
+
+class Net(nn.Module):
+    """Enough layers for several DDP buckets and several FSDP units; dropout uses the rank's RNG."""
+
+    def __init__(self, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(features))
+        for block in self.blocks:
+            hidden = hidden + F.dropout(torch.tanh(block(hidden)), 0.1, self.training)
+        out: torch.Tensor = self.last(self.norm(hidden))
+        return out
+
+
+def build(run: forge.Run) -> nn.Module:
+    torch.manual_seed(7)
+    model: nn.Module = Net().to(run.device)
+    if run.world_size == 1:
+        return model
+    if run.args.get("parallel", "ddp") == "fsdp2":
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block)
+        return fully_shard(model)
+    return DistributedDataParallel(model, bucket_cap_mb=0.01)
+
+
+def train(run: forge.Run) -> None:
+    """``args``: steps, parallel, global_batch, micro_batch, workers, pace (s per step), faults,
+    eval_every, eval_pace, long_step (a step number that takes ``long_seconds``)."""
+    args = run.args
+    model = build(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=25, gamma=0.9)
+    run.register(model=model, optimizer=optimizer, scheduler=scheduler)
+    faults = Faults(args.get("faults", ()))
+    record = _Record(run)
+
+    def compute_loss(micro: Any) -> torch.Tensor:
+        features, labels = micro
+        loss = F.cross_entropy(model(features), labels)
+        return faults.loss(loss, run, samples=len(labels))
+
+    for batch in run.batches(
+        Samples(wait=args.get("data_wait", 0.0)),
+        global_batch_size=args.get("global_batch", 16),
+        micro_batch_size=args.get("micro_batch"),
+        num_workers=args.get("workers", 0),
+        until=forge.Steps(args.get("steps", 100)),
+    ):
+        if run.due("eval", every=args.get("eval_every", 10**9)):
+            with run.phase("eval"):
+                for _ in range(args.get("eval_batches", 20)):
+                    run.poll()
+                    time.sleep(args.get("eval_pace", 0.0))
+                    torch.rand(3)  # an evaluation may draw as it likes
+        if args.get("long_step") == run.step_number and run.attempt == 1:
+            time.sleep(args["long_seconds"])
+        time.sleep(args.get("pace", 0.0))
+        step = run.step_number
+        run.train_step(batch, compute_loss, max_norm=1.0)
+        record.write(step, batch.sample_ids)
+
+
+class _Record:
+    """Which samples went into which step, per rank and attempt: for checking that none is lost."""
+
+    def __init__(self, run: forge.Run) -> None:
+        folder = run.directory / "samples"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        name = f"a{run.attempt:03d}-l{run.launch:03d}-r{run.rank}.jsonl"
+        self._file = (folder / name).open("a")
+
+    def write(self, step: int, samples: Any) -> None:
+        self._file.write(json.dumps([step, [list(sample) for sample in samples]]) + "\n")
+        self._file.flush()
+
+
+def consumed(run: Path) -> dict[int, list[tuple[int, int]]]:
+    """The samples of every step that counts: of each step, those of its last execution."""
+    found: dict[int, tuple[str, list[tuple[int, int]]]] = {}
+    for file in sorted((run / "samples").iterdir()):
+        incarnation = file.name[:9]
+        for line in file.read_text().splitlines():
+            step, samples = json.loads(line)
+            before = found.get(step, ("", []))
+            kept = before[1] if before[0] == incarnation else []
+            found[step] = (incarnation, kept + [(epoch, index) for epoch, index in samples])
+    return {step: sorted(samples) for step, (_, samples) in found.items()}
