@@ -1,0 +1,166 @@
+"""A run on the test cluster, started in one of the three ways, watched through its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+
+from slurm_forge.journal import RunState, RunStatus, read_journal
+from slurm_forge.journal.events import Event
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, run_state, submit_script
+from slurm_forge.launch.submitit_job import ForgeJob
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.testing.cluster import SlurmCluster
+from slurm_forge.testing.digest import digest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Way(str, Enum):
+    """How a run gets onto the cluster."""
+
+    TEMPLATE = "template"
+    FORGE = "forge"
+    STOCK = "stock"
+
+
+@dataclass
+class Watched:
+    """A submitted run and the cluster it is on."""
+
+    cluster: SlurmCluster
+    run: RunDirectory
+    file: RunFile
+    job: str
+    handle: Any = None
+    _printed: set[str] = field(default_factory=set)
+
+    @property
+    def state(self) -> RunState:
+        return run_state(self.run)
+
+    def events(self, *kinds: type) -> list[tuple[float, Event]]:
+        records, damage = read_journal(self.run)
+        assert not damage
+        found = [(r.time, r.event) for r in records if isinstance(r.event, kinds)]
+        return sorted(found, key=lambda pair: pair[0])
+
+    def wait(self, condition: Callable[[RunState], bool], seconds: float, what: str) -> RunState:
+        """Wait until the journal says so; fails with the whole story."""
+        deadline = time.monotonic() + self.cluster.deadline(seconds)
+        while time.monotonic() < deadline:
+            state = self.state
+            if condition(state):
+                return state
+            if state.status is RunStatus.HELD and not condition(state):
+                break
+            time.sleep(0.1)
+        pytest.fail(f"waited for {what}\n{self.story()}")
+
+    def wait_step(self, step: int, *, attempt: int = 1, seconds: float = 60) -> RunState:
+        """Until the journal knows of that step (progress is written every few seconds)."""
+
+        def reached(state: RunState) -> bool:
+            later = [a for a in state.attempts if a.number >= attempt]
+            commits = [event.step for a in later for _, event in a.checkpoints]
+            steps = [launch.step or 0 for a in later for launch in a.launches]
+            return max([*commits, *steps], default=-1) >= step
+
+        return self.wait(reached, seconds, f"step {step} in attempt {attempt}")
+
+    def wait_finished(self, seconds: float = 120) -> RunState:
+        return self.wait(lambda s: s.status is RunStatus.FINISHED, seconds, "the end of the run")
+
+    def story(self) -> str:
+        lines = [f"{self.state.status} {self.state.reason}"]
+        records, damage = read_journal(self.run)
+        lines += [str(d) for d in damage]
+        for record in sorted(records, key=lambda r: r.time):
+            lines.append(f"{record.time:.2f} {record.attempt}.{record.launch} {record.event}")
+        for log in sorted(self.run.submissions.glob("*.out")) + sorted(
+            self.run.submissions.glob("*_log.*")
+        ):
+            lines.append(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+        return "\n".join(lines)
+
+    def digest(self) -> str:
+        return digest(self.run.path, random=True)
+
+
+@contextlib.contextmanager
+def environment(cluster: SlurmCluster) -> Iterator[None]:
+    """Slurm's clients of this process talk to the cluster."""
+    before = dict(os.environ)
+    os.environ.update(cluster.env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def submit(
+    cluster: SlurmCluster,
+    folder: Path,
+    *,
+    name: str,
+    way: Way = Way.TEMPLATE,
+    args: Mapping[str, Any] | None = None,
+    nodes: int = 4,
+    partition: str = "preempt",
+    minutes: float = 30,
+    sbatch: Mapping[str, str] | None = None,
+    **job: Any,
+) -> Watched:
+    """Make a run of ``tests/jobs.py`` and start it."""
+    spec = job_from_mapping(
+        {
+            "name": name,
+            "entry": "tests/jobs.py:train",
+            "args": dict(args or {}),
+            "resources": {
+                "nodes": nodes,
+                "tasks_per_node": 1,
+                "cpus_per_task": 1,
+                "mem": "1500M",
+                "time": f"00:{int(minutes):02d}:{int(minutes % 1 * 60):02d}",
+                "partition": partition,
+                "extra": dict(sbatch or {}),
+            },
+            "checkpoint": {"every_steps": 20, "every_minutes": None},
+            **job,
+        }
+    )
+    site = find_site("generic")
+    with environment(cluster):
+        run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=REPOSITORY)
+        if way is Way.TEMPLATE:
+            slurm = SubprocessSlurm.of_this_process()
+            return Watched(cluster, run, file, submit_script(run, file, site, slurm))
+        executor = submitit.AutoExecutor(
+            folder / "submitit", cluster="forge" if way is Way.FORGE else "slurm"
+        )
+        executor.update_parameters(
+            timeout_min=int(minutes),
+            nodes=nodes,
+            tasks_per_node=1,
+            cpus_per_task=1,
+            slurm_mem="1500M",
+            slurm_partition=partition,
+            slurm_additional_parameters={"requeue": True, **(sbatch or {})},
+        )
+        handle = executor.submit(ForgeJob(str(run.path)))
+        return Watched(cluster, run, file, handle.job_id, handle)

@@ -1,0 +1,322 @@
+"""Runs that are preempted, cut off, cancelled or hit by a fault on a real Slurm, and finish."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import RunStatus
+from slurm_forge.journal.events import CheckpointCommitted, NoticeSeen, Resumed
+from slurm_forge.launch.submission import reconcile
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.testing.cluster import SlurmCluster
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Action
+from tests.jobs import consumed
+from tests.slurm.harness import Watched, Way, environment, submit
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+STEPS = 120
+#: Seconds per step: long enough to be preempted in the middle, short enough for a test.
+PACE = {"steps": STEPS, "pace": 0.05}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[str, dict]]]:
+    """Digest and samples of the run that nothing happened to, per kind of parallelism."""
+    known: dict[str, tuple[str, dict]] = {}
+
+    class Lazily(dict):
+        def __missing__(self, parallel: str) -> tuple[str, dict]:
+            folder = tmp_path_factory.mktemp(f"reference-{parallel}")
+            watched = submit(
+                cluster,
+                folder,
+                name="reference",
+                partition="normal",
+                args={"steps": STEPS, "parallel": parallel},
+            )
+            watched.wait_finished()
+            self[parallel] = (watched.digest(), consumed(watched.run.path))
+            return self[parallel]
+
+    yield Lazily(known)
+
+
+def causes(watched: Watched) -> list[Cause]:
+    return [i.cause for a in watched.state.attempts for _, i in a.incidents]
+
+
+def repeated_steps(watched: Watched) -> int:
+    """Steps that were computed more than once."""
+    rows = [
+        line
+        for file in (watched.run.path / "samples").glob("*-r0.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    return len(rows) - len(consumed(watched.run.path))
+
+
+@pytest.mark.parametrize(
+    ("way", "parallel"),
+    [
+        (Way.TEMPLATE, "ddp"),
+        (Way.FORGE, "fsdp2"),
+        (Way.STOCK, "ddp"),
+        pytest.param(Way.TEMPLATE, "fsdp2", marks=pytest.mark.slow),
+        pytest.param(Way.FORGE, "ddp", marks=pytest.mark.slow),
+        pytest.param(Way.STOCK, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_preempted_with_grace_loses_nothing(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict, way: Way, parallel: str
+) -> None:
+    reference, samples = uninterrupted[parallel]
+    watched = submit(
+        slurm, tmp_path, name="preempted", way=way, args={**PACE, "parallel": parallel}
+    )
+    watched.wait_step(25)
+    slurm.preempt(watched.job)
+    state = watched.wait_finished()
+
+    assert len(state.attempts) == 2
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
+    stopped = state.attempts[0].checkpoints[-1][1]
+    assert incident.step == stopped.step, "what was stopped at is not what was committed"
+    assert repeated_steps(watched) == 0
+    assert consumed(watched.run.path) == samples
+    assert watched.digest() == reference
+    notice = watched.events(NoticeSeen)[0][0]
+    committed = next(t for t, e in watched.events(CheckpointCommitted) if e.step == stopped.step)
+    assert committed - notice < 10, "not within the grace time"
+    if way is Way.FORGE:
+        with environment(slurm):
+            slurm.wait_for(lambda: watched.handle.done(force_check=True), 30, "submitit's result")
+            assert all("finished" in result for result in watched.handle.results())
+
+
+@pytest.mark.slow
+def test_ten_preemptions_in_a_row(slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict) -> None:
+    reference, samples = uninterrupted["ddp"]
+    watched = submit(slurm, tmp_path, name="often", way=Way.FORGE, args={**PACE, "pace": 0.2})
+    for number in range(1, 11):
+        watched.wait_step((watched.state.committed_step or 0) + 1, attempt=number)
+        slurm.preempt(watched.job)
+        watched.wait(lambda s, n=number: len(s.attempts) > n, 60, f"attempt {number + 1}")
+    state = watched.wait_finished()
+    assert len(state.attempts) == 11
+    assert set(causes(watched)) == {Cause.PREEMPTED}
+    assert consumed(watched.run.path) == samples
+    assert repeated_steps(watched) == 0
+    assert watched.digest() == reference
+
+
+def test_preempted_without_grace_loses_at_most_one_interval(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+) -> None:
+    reference, samples = uninterrupted["ddp"]
+    # A step that outlasts KillWait: the signal comes, and no commit can.
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="nograce",
+        partition="preempt-nograce",
+        args={**PACE, "long_step": 30, "long_seconds": 60},
+    )
+    watched.wait_step(20)
+    watched.wait(lambda s: s.committed_step == 20, 30, "the periodic checkpoint")
+    slurm.preempt(watched.job)
+    watched.wait_finished()
+    assert repeated_steps(watched) <= 20
+    assert consumed(watched.run.path) == samples
+    assert watched.digest() == reference
+
+
+def test_time_limit_shorter_than_the_training(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+) -> None:
+    reference, samples = uninterrupted["ddp"]
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="limited",
+        partition="normal",
+        minutes=1,
+        args={**PACE, "pace": 0.6},
+        lead="12s",
+    )
+    state = watched.wait_finished(240)
+    assert len(state.attempts) >= 2
+    assert set(causes(watched)) == {Cause.TIME_LIMIT}
+    assert repeated_steps(watched) == 0
+    assert consumed(watched.run.path) == samples
+    assert watched.digest() == reference
+
+
+@pytest.mark.slow
+def test_step_longer_than_the_lead_time_is_requeued_all_the_same(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+) -> None:
+    reference, samples = uninterrupted["ddp"]
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="longstep",
+        partition="normal",
+        minutes=1,
+        lead="8s",
+        args={**PACE, "long_step": 45, "long_seconds": 300},
+    )
+    state = watched.wait_finished(240)
+    assert len(state.attempts) == 2
+    assert state.attempts[0].requeues, "nobody requeued it"
+    resumed = watched.events(Resumed)[1][1]
+    assert resumed.step == 40
+    assert consumed(watched.run.path) == samples
+    assert watched.digest() == reference
+
+
+def test_scancel_stays_cancelled(slurm: SlurmCluster, tmp_path: Path) -> None:
+    watched = submit(slurm, tmp_path, name="cancelled", args=PACE)
+    watched.wait_step(5)
+    slurm.run("scancel", watched.job)
+    slurm.wait_state(watched.job, ["CANCELLED"], 30)
+    watched.wait(lambda s: s.status is RunStatus.CANCELLED, 30, "the journal to say so")
+    assert not watched.state.attempts[0].requeues
+    assert slurm.run("squeue", "-h", "-j", watched.job).stdout.strip() == ""
+
+
+def test_finished_run_requeued_by_an_administrator_does_nothing(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    watched = submit(slurm, tmp_path, name="twice", args={"steps": 10}, nodes=2)
+    watched.wait_finished()
+    slurm.wait_state(watched.job, ["COMPLETED"], 30)
+    before = watched.digest()
+    slurm.run("scontrol", "requeue", watched.job)
+    slurm.wait_for(
+        lambda: (
+            slurm.job(watched.job).restarts == 1 and slurm.job(watched.job).state == "COMPLETED"
+        ),
+        60,
+        "the second start to end",
+    )
+    assert slurm.job(watched.job).field("ExitCode") == "0:0"
+    assert len(watched.state.attempts) == 1
+    assert watched.digest() == before
+
+
+def test_nan_on_one_rank_of_four(slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict) -> None:
+    _, samples = uninterrupted["ddp"]
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="nan",
+        partition="normal",
+        args={
+            "steps": STEPS,
+            "faults": ["nan@step=15,rank=2", "nan@step=50,until=52,rank=1,attempt=1"],
+        },
+    )
+    # The same fault strikes again at every replay of steps 50 to 52 in this attempt: the ladder's
+    # two rollbacks are used, and then a person is asked.
+    state = watched.wait(lambda s: s.status in (RunStatus.HELD, RunStatus.FINISHED), 120, "an end")
+    attempt = state.attempts[0]
+    assert attempt.skipped[0].step == 16 and attempt.skipped[0].consecutive == 1
+    assert [d.action for _, d in attempt.decisions] == [
+        Action.ROLLBACK,
+        Action.ROLLBACK,
+        Action.HOLD,
+    ]
+    first = attempt.decisions[0][1]
+    assert [(c.parameter, c.old, c.new) for c in first.changes] == [("lr_scale", "1", "0.5")]
+    assert [r.step for _, r in watched.events(Resumed)] == [0, 40, 40]
+    assert state.status is RunStatus.HELD
+    slurm.wait_state(watched.job, ["COMPLETED"], 30)
+    done = consumed(watched.run.path)
+    assert {step: done[step] for step in range(50)} == {step: samples[step] for step in range(50)}
+
+
+def test_out_of_memory_in_backward_of_one_rank(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+) -> None:
+    _, samples = uninterrupted["ddp"]
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="oom",
+        partition="normal",
+        args={"steps": STEPS, "micro_batch": 4, "faults": ["oom@step=30,until=999,rank=2,above=2"]},
+    )
+    state = watched.wait_finished()
+    assert causes(watched) == [Cause.CUDA_OOM]
+    changes = state.attempts[0].decisions[0][1].changes
+    assert [(c.parameter, c.old, c.new) for c in changes] == [("micro_batch", "4", "2")]
+    assert state.attempts[0].incidents[0][1].rank == 2
+    assert len(state.attempts) == 2
+    assert consumed(watched.run.path) == samples, "global batch or sample order changed"
+
+
+def test_a_frozen_rank_is_named_by_the_probe(slurm: SlurmCluster, tmp_path: Path) -> None:
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="frozen",
+        partition="normal",
+        args={"steps": STEPS, "pace": 0.05, "faults": ["stop@step=40,rank=3,attempt=1"]},
+        probe={"every": "2s", "deadline": "3s"},
+    )
+    state = watched.wait(
+        lambda s: any(i.cause is Cause.HANG for a in s.attempts for _, i in a.incidents),
+        90,
+        "the probe to fail",
+    )
+    incident = next(i for a in state.attempts for _, i in a.incidents)
+    assert incident.rank == 3
+    watched.wait(lambda s: len(s.attempts[0].launches) > 1, 30, "a relaunch")
+    slurm.run("scancel", watched.job)
+
+
+def test_controller_down_leaves_an_intent_that_reconcile_carries_out(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+) -> None:
+    reference, _ = uninterrupted["ddp"]
+    watched = submit(slurm, tmp_path, name="nobody-there", args=PACE, partition="normal")
+    watched.wait_step(20)
+    with slurm.stopped_controller():
+        for rank in ranks_of(watched):
+            os.kill(rank, signal.SIGTERM)
+        watched.wait(lambda s: s.attempts[0].outcome == "open", 60, "the attempt to end")
+    assert watched.state.open_intent is not None
+    slurm.wait_state(watched.job, ["COMPLETED"], 60)
+    with environment(slurm):
+        brought = reconcile(watched.run, SubprocessSlurm.of_this_process())
+        assert brought.changed
+        assert not reconcile(watched.run, SubprocessSlurm.of_this_process()).changed
+    state = watched.wait_finished()
+    assert len(state.attempts) == 2
+    assert repeated_steps(watched) == 0
+    assert watched.digest() == reference
+
+
+def ranks_of(watched: Watched) -> list[int]:
+    """Process ids of the ranks: workers started for this run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            worker = b"slurm_forge.training.worker" in words
+            if worker and str(watched.run.path).encode() in words:
+                found.append(int(entry.name))
+    return found
