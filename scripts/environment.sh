@@ -1,0 +1,57 @@
+# Sourced by the scripts beside it: makes the virtual environment that they run in.
+#
+# FORGE_VENV names another place for it, FORGE_PYTHON the interpreter to make it with.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv="${FORGE_VENV:-$PWD/.venv}"
+py="$venv/bin/python"
+
+need_venv() {
+    [ -x "$py" ] && return
+    local base="${FORGE_PYTHON:-python3}"
+    if ! "$base" -m venv "$venv" 2>/dev/null; then
+        # Debian and Ubuntu keep the venv module in a package of its own.
+        rm -rf "$venv"
+        as_root apt-get update -q
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q python3-venv
+        "$base" -m venv "$venv"
+    fi
+}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; elif sudo -n true 2>/dev/null; then sudo "$@"; else
+        echo "this needs root once: $*" >&2
+        return 1
+    fi
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# Gigabytes of CUDA libraries serve nobody on a machine without a GPU.
+need_torch() {
+    "$py" -c 'import torch' 2>/dev/null && return
+    if has_gpu; then
+        "$py" -m pip install -q -c constraints-dev.txt torch numpy
+    else
+        "$py" -m pip install -q "torch==2.13.0+cpu" numpy 2>/dev/null ||
+            "$py" -m pip install -q --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0"
+        "$py" -m pip install -q -c constraints-dev.txt numpy
+        "$py" - <<'PYTHON'
+import sys
+import torch
+if torch.version.cuda is not None:
+    sys.exit(f"this machine has no GPU, and torch {torch.__version__} is a GPU build")
+PYTHON
+    fi
+}
+
+# need_packages [dev]: slurm_forge itself, editable, with the versions of constraints-dev.txt.
+need_packages() {
+    local extra="${1:+[$1]}" stamp="$venv/.forge-${1:-base}"
+    if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints-dev.txt -nt "$stamp" ]; then
+        grep -v '^torch==' constraints-dev.txt > "$venv/constraints.txt"
+        "$py" -m pip install -q -c "$venv/constraints.txt" -e ".$extra"
+        touch "$stamp"
+    fi
+}
