@@ -175,6 +175,8 @@ class Rank:
         return False
 
     def pass_by(self, position: Position, **how: Any) -> bool:
+        if self.left:
+            raise threading.BrokenBarrierError  # a dead process passes nothing
         self.member.enter("train")
         for request in self.member.advance(position, wait_s=WITHIN_S, **how):
             self.acted.append((request.kind, position.step))
@@ -291,6 +293,9 @@ class Stage:
         self.hub.close()
         self.thread.join(WITHIN_S)
         self.journal.close()
+        for rank in self.ranks:  # one that spins on would starve every test after this one
+            rank.thread.join(WITHIN_S)
+            assert not rank.thread.is_alive(), f"rank {rank.number} outlived its test"
 
 
 @pytest.fixture
