@@ -71,6 +71,7 @@ class MemberView:
     pid: int
     heard: float
     step: int = 0
+    begun: int = 0
     phase: str = "start"
     since_s: float = 0.0
     started: bool = False
@@ -259,6 +260,7 @@ class Hub:
             member = replace(
                 member,
                 step=message.step,
+                begun=message.begun,
                 phase=message.phase,
                 since_s=message.since_s,
                 started=message.started,

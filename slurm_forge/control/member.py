@@ -54,6 +54,7 @@ class Member:
         self._send_lock = threading.Lock()
         self._agreement = Agreement()
         self._started = False
+        self._begun = 0
         self._phase = "start"
         self._phase_since = clock()
         self._published: dict[str, str] = {}
@@ -111,6 +112,10 @@ class Member:
         self._phase = phase
         self._phase_since = self._clock()
         self._started = self._started or started
+
+    def begin(self, step: int) -> None:
+        """The main thread begins its ``step``th step (for heartbeats; nothing is sent here)."""
+        self._begun = step
 
     @property
     def pending(self) -> bool:
@@ -187,6 +192,7 @@ class Member:
     def _beat(self, now: float) -> p.Beat:
         return p.Beat(
             step=self._agreement.position.step,
+            begun=self._begun,
             phase=self._phase,
             since_s=round(now - self._phase_since, 3),
             started=self._started,

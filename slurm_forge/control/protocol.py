@@ -30,6 +30,7 @@ __all__ = [
     "RequestKind",
     "Stopped",
     "Target",
+    "Through",
     "Welcome",
     "decode",
     "encode",
@@ -80,10 +81,14 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat(Message):
-    """Every second: steps done, phase, and for how long the main thread has been there."""
+    """Every second: steps done, phase, and for how long the main thread has been there.
+
+    ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.
+    """
 
     tag: ClassVar[str] = "beat"
     step: int
+    begun: int
     phase: str
     since_s: float
     started: bool
@@ -156,6 +161,14 @@ class Stopped(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Through(Message):
+    """The program of this rank has returned after ``step`` steps; the end is still to be agreed."""
+
+    tag: ClassVar[str] = "through"
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Message):
     """The program reached its end and the last checkpoint is committed."""
 
@@ -223,6 +236,7 @@ _KINDS: tuple[type[Message], ...] = (
     Target,
     Publish,
     Stopped,
+    Through,
     Finished,
     Failed,
     Recover,

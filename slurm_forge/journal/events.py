@@ -13,6 +13,7 @@ from pydantic import Field
 from slurm_forge.vocabulary.decision import Decision, Incident
 
 __all__ = [
+    "VIA_THIS_MACHINE",
     "AttemptEnded",
     "AttemptStarted",
     "CheckpointCommitted",
@@ -38,6 +39,9 @@ __all__ = [
     "Submitted",
     "UserAsked",
 ]
+
+#: ``via`` of what runs on this machine alone, where no other node can be had.
+VIA_THIS_MACHINE = "submitit local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

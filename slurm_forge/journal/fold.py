@@ -137,7 +137,10 @@ def _once(records: Iterable[Record]) -> Iterator[Record]:
 def without_fenced(records: Iterable[Record]) -> list[Record]:
     """Leave out what an attempt wrote after a higher one had taken the run over."""
     ordered = list(records)
-    starts = {r.attempt: r.time for r in ordered if isinstance(r.event, ev.AttemptStarted)}
+    starts: dict[int, float] = {}
+    for record in ordered:
+        if isinstance(record.event, ev.AttemptStarted):
+            starts[record.attempt] = min(record.time, starts.get(record.attempt, record.time))
     kept = []
     for record in ordered:
         later = [time for attempt, time in starts.items() if attempt > record.attempt]

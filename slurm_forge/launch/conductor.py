@@ -132,6 +132,8 @@ class Conductor:
             case p.Stopped():
                 seen.said_goodbye.add(rank)
                 seen.stopped = message if rank == 0 or seen.stopped is None else seen.stopped
+            case p.Through():
+                seen.through[rank] = message.step
             case p.Finished():
                 seen.said_goodbye.add(rank)
                 seen.finished[rank] = message
@@ -201,6 +203,7 @@ class Conductor:
         self._check_files(now)
         self._check_time_limit(now)
         self._check_deadline(now)
+        self._check_parting()
         if self._undisturbed():
             if now >= self._next_save:
                 self._next_save = now + _seconds(self._timing.save_every)
@@ -288,6 +291,20 @@ class Conductor:
             self._seen.due_time_limit = True
             self._note(NoticeSeen(what="end of the time limit", source="clock"))
             self._ask_stop("time limit")
+
+    def _check_parting(self) -> None:
+        seen = self._seen
+        if not seen.through or seen.ending_since is not None:
+            return
+        parted = seen.parted(self._hub.members())
+        if parted is not None:
+            rank, other = parted
+            step = seen.through[rank]
+            text = (
+                f"the training function of rank {rank} returned after step {step}, that of rank "
+                f"{other} went on. All ranks must take the same steps: return on all or on none."
+            )
+            self._fail(rank, Cause.APP_ERROR.value, step, text)
 
     def _check_deadline(self, now: float) -> None:
         seen = self._seen

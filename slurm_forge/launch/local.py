@@ -10,7 +10,7 @@ import submitit
 
 from slurm_forge.errors import AlreadyFinishedError
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.submission import note, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
@@ -45,7 +45,7 @@ def run_locally(
     while True:
         before = len(run_state(run).attempts)
         job = executor.submit(ForgeJob(str(run.path)))
-        note(run, Submitted(job=f"local-{job.job_id}", via="submitit local"))
+        note(run, Submitted(job=f"local-{job.job_id}", via=VIA_THIS_MACHINE))
         while not job.done():
             progress(run_state(run))
             time.sleep(_LOOK_EVERY_S)

@@ -39,6 +39,8 @@ class Seen:
     lost: list[LostRank] = field(default_factory=list)
     said_goodbye: set[int] = field(default_factory=set)
     stopped: p.Stopped | None = None
+    #: After how many steps a rank's program has returned.
+    through: dict[int, int] = field(default_factory=dict)
     finished: dict[int, p.Finished] = field(default_factory=dict)
     given_up: bool = False
     stop_asked: float | None = None
@@ -61,6 +63,17 @@ class Seen:
         failed in what the program does after its last step.
         """
         return 0 in self.finished and not self.failures
+
+    def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
+        """A rank whose program has returned, and one that has begun a step beyond that, if any.
+
+        They can't meet again: the second waits for the first in a collective that never comes.
+        """
+        for rank, step in self.through.items():
+            for other, member in members.items():
+                if max(member.begun, self.through.get(other, 0)) > step:
+                    return rank, other
+        return None
 
     def facts(
         self,

@@ -22,6 +22,7 @@ from submitit.core.utils import DelayedSubmission
 
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.errors import ForgeError
+from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import Refusal, begin
 from slurm_forge.launch.embedded import Embedded, Rendezvous, await_rendezvous, withdraw
@@ -107,7 +108,7 @@ class _Stock:
             job=self._place.job,
             restart_count=self._place.restart_count,
             nodes=environment.nodes if in_slurm and environment else (socket.gethostname(),),
-            via="submitit slurm" if in_slurm else "submitit local",
+            via="submitit slurm" if in_slurm else VIA_THIS_MACHINE,
         )
         if isinstance(begun, Refusal):
             Rendezvous("", "", 0).publish(self._run, self._key)

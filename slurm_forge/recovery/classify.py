@@ -252,8 +252,9 @@ def _silent_end(facts: LaunchFacts) -> tuple[Cause, Confidence, tuple[Evidence, 
         cause, confidence, words = lost_node
         return cause, confidence, (*lost, *words)
     if facts.exit_status not in (None, 0) or lost:
-        status = Evidence("exit status", str(facts.exit_status))
-        return Cause.CRASH, Confidence.LIKELY, (*evidence, status)
+        if facts.exit_status is not None:
+            evidence = (*evidence, Evidence("exit status", str(facts.exit_status)))
+        return Cause.CRASH, Confidence.LIKELY, evidence
     return Cause.UNKNOWN, Confidence.GUESS, evidence
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.journal.fold import RunState
 from slurm_forge.spec.recovery import Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
@@ -124,8 +125,14 @@ def _apply(
             plan = replace(plan, mem_factor=factor)
         case _:
             pass
-    if rung.exclude_node and incident.hosts:
+    if rung.exclude_node and _new_suspects(state, incident):
         excluded = tuple(sorted({*plan.exclude_nodes, *incident.hosts}))
         changes.append(Change("exclude_nodes", ",".join(plan.exclude_nodes), ",".join(excluded)))
         plan = replace(plan, exclude_nodes=excluded)
     return plan, tuple(changes)
+
+
+def _new_suspects(state: RunState, incident: Incident) -> bool:
+    """Whether there is a node to be left out that is not yet, and another to go to."""
+    here = bool(state.attempts) and state.attempts[-1].via == VIA_THIS_MACHINE
+    return not here and not set(incident.hosts) <= set(state.plan.exclude_nodes)

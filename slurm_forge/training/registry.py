@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from slurm_forge.checkpoint.jsonstate import Json
 from slurm_forge.errors import UnsupportedError
 
 __all__ = ["Registry"]
@@ -47,6 +48,11 @@ class Registry:
                 f"{name!r} ({type(value).__name__}) has no state_dict and load_state_dict",
                 next_step="Register objects with both, or keep plain values in run.extra.",
             )
+
+    def names(self) -> list[Json]:
+        """Every name with the kind of its object, in the order of the alphabet."""
+        everything = {**self.models, **self.optimizers, **self.others}
+        return [f"{name} ({type(value).__name__})" for name, value in sorted(everything.items())]
 
     @property
     def schedulers(self) -> list[Any]:

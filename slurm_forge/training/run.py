@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from slurm_forge.control import Member, Request, RequestKind
 from slurm_forge.control import protocol as p
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import Logged, Resumed, StepSkipped
-from slurm_forge.journal.events import Progress as ProgressSeen
+from slurm_forge.journal.events import Resumed, StepSkipped
 from slurm_forge.training import rng
 from slurm_forge.training.batches import Batch, BatchSource
 from slurm_forge.training.boundary import DATA_POLL, Boundaries, RunStopped
@@ -28,17 +26,16 @@ from slurm_forge.training.order import SampleOrder
 from slurm_forge.training.probe import Probe
 from slurm_forge.training.process_group import Groups
 from slurm_forge.training.registry import Registry
+from slurm_forge.training.sameness import require_same
 from slurm_forge.training.saver import Progress, Saver
 from slurm_forge.training.skips import Skips
 from slurm_forge.training.step import Step
+from slurm_forge.training.telling import Telling
 from slurm_forge.training.until import Epochs, Steps
 from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 __all__ = ["Run"]
-
-#: How often rank 0 writes progress and logged values into the journal.
-_JOURNAL_EVERY_S = 5.0
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -94,8 +91,7 @@ class Run:
         self._global_batch = 0
         self._micro_batch = 0
         self._phase_random: dict[str, torch.Tensor] | None = None
-        self._logged: dict[str, Any] = {}
-        self._next_journal = 0.0
+        self._telling = Telling(journal, self._progress)
         self._probe = (
             None
             if groups.probe is None
@@ -149,6 +145,11 @@ class Run:
             return self._saver.last is not None
         self._restored = True
         self._member.enter("load", started=False)
+        require_same(
+            Ranks(self._groups.cpu),
+            {"what is registered": self._registry.names()},
+            next_step="Register the same objects under the same names on every rank.",
+        )
         # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
         # run sums in the same order as an uninterrupted one.
         buckets = [settle_ddp_buckets(model) for model in self._registry.ddp()]
@@ -195,6 +196,16 @@ class Run:
         self._global_batch = global_batch_size
         self.restore()
         total = until.steps(len(dataset), global_batch_size)
+        require_same(
+            Ranks(self._groups.cpu),
+            {
+                "the length of the dataset": len(dataset),
+                "global_batch_size": global_batch_size,
+                "micro_batch_size": asked,
+                "until": total,
+            },
+            next_step="Give run.batches() the same arguments on every rank.",
+        )
         source = BatchSource(
             dataset,
             order,
@@ -232,6 +243,7 @@ class Run:
             self._snapshot = BufferSnapshot(self._registry.models.values())
         else:
             self._snapshot.take()
+        self._member.begin(self._progress.step + 1)
         step = Step(
             batch,
             registry=self._registry,
@@ -296,7 +308,7 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Remember figures; rank 0 writes the latest into the journal every few seconds."""
-        self._logged.update(values)
+        self._telling.remember(values)
 
     # -- what happens at a boundary ----------------------------------------------------------
 
@@ -362,19 +374,7 @@ class Run:
             unprotected,
         )
         self._hooks.call("on_step_end", step=progress.step)
-        self._write_progress()
-
-    def _write_progress(self, *, now: bool = False) -> None:
-        if self._journal is None or (time.monotonic() < self._next_journal and not now):
-            return
-        self._next_journal = time.monotonic() + _JOURNAL_EVERY_S
-        progress = self._progress
-        self._journal.write(ProgressSeen(step=progress.step, consumed=progress.consumed))
-        values = {name: float(value) for name, value in self._logged.items()}
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        if finite:
-            self._journal.write(Logged(step=progress.step, values=finite))
-        self._logged.clear()
+        self._telling.write()
 
     # -- for the worker ----------------------------------------------------------------------
 
@@ -386,8 +386,9 @@ class Run:
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
         self.restore()
-        self._boundaries.leave()
         step = self._progress.step
+        self._member.send(p.Through(step=step))
+        self._boundaries.leave()
         last = self._saver.last
         if last is None or last.step != step:
             if self._save("final") is None:
@@ -399,7 +400,7 @@ class Run:
             # As a save does it: nobody leaves the channel while another may still have to be told
             # there where everybody is.
             Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
-        self._write_progress(now=True)
+        self._telling.write(now=True)
         self._hooks.call("on_train_end", step=step)
         self._member.send(p.Finished(step=step))
         return step

@@ -264,12 +264,21 @@ class _Rank:
                 step=0 if run is None else run.step_number,
                 phase="start" if run is None else "train",
                 error=f"{type(error).__module__}.{type(error).__qualname__}",
-                text=f"{type(error).__name__}: {error}"[:2000],
+                text=f"{type(error).__name__}: {_in_one_line(error)}"[:2000],
                 trace=trace,
                 cause=_cause(error).value,
                 micro_batch=0 if run is None else run.micro_batch,
             )
         )
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return (
+            f"sys.exit({error.code!r}) in the training function. Return from it when it is through."
+        )
+    *lines, last = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return " ".join([*(line if line[-1] in ".:,;!?" else f"{line}." for line in lines), last])
 
 
 def _cause(error: BaseException) -> Cause:

@@ -44,13 +44,18 @@ BATCH, STEPS = 16, 12
 
 
 def train(run: forge.Run) -> None:
-    """``args``: faults; hold, a step before which rank 0 waits for the file ``go`` in attempt 1."""
+    """``args``: faults; hold, a step before which rank 0 waits for the file ``go`` in attempt 1;
+    return, a step after which rank 0 is gone; batch, the global batch that each rank believes in.
+    """
     model = build(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     run.register(model=model, optimizer=optimizer)
     faults, record = Faults(run.args.get("faults", ())), _Record(run)
-    for batch in run.batches(Samples(), global_batch_size=BATCH, until=forge.Steps(STEPS)):
+    size = run.args.get("batch", [BATCH, BATCH])[run.rank]
+    for batch in run.batches(Samples(), global_batch_size=size, until=forge.Steps(STEPS)):
         step = run.step_number
+        if run.rank == 0 and step == run.args.get("return"):
+            return
         (run.directory / f"micro-{run.attempt}").write_text(str(list(batch.micro_sizes)))
         if step == run.args.get("hold") and run.attempt == 1 and run.rank == 0:
             wait_until_known_to_train(run)
@@ -210,6 +215,24 @@ def test_sigterm_brings_the_run_back_without_a_step_lost(tmp_path: Path) -> None
     assert state.attempts[1].launches[0].resumed.step == 7
     assert len((run.path / "samples" / "a001-l001-r0.jsonl").read_text().splitlines()) == 7
     check_samples(run)
+
+
+@pytest.mark.slow
+def test_a_rank_that_returns_early_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    run = here(tmp_path, args={"return": 5}, recovery={"app_error": [{"do": "hold"}]})
+    ((_, incident),) = run_state(run).attempts[0].incidents
+    assert run_state(run).status is RunStatus.HELD
+    assert (incident.cause, incident.rank, incident.step) == (Cause.APP_ERROR, 0, 5)
+    assert "rank 0 returned after step 5" in incident.evidence[0].text
+
+
+@pytest.mark.slow
+def test_ranks_with_other_batch_sizes_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    run = here(tmp_path, args={"batch": [16, 32]}, recovery={"app_error": [{"do": "hold"}]})
+    ((_, incident),) = run_state(run).attempts[0].incidents
+    assert run_state(run).status is RunStatus.HELD
+    assert "global_batch_size is 16 on rank 0 and 32 on rank 1" in incident.evidence[0].text
+    assert run_state(run).high_water == 0
 
 
 @pytest.mark.slow

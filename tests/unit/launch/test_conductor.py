@@ -760,6 +760,41 @@ def test_whatever_slurm_says_the_launch_goes_on(stage: Stage, answer: Exception 
     assert stage.end().finished
 
 
+def test_a_rank_that_returns_while_another_goes_on_ends_the_launch_at_once(stage: Stage) -> None:
+    """Their last words: the one waits at the end, the other in a collective of its next step."""
+
+    def script(rank: Rank) -> None:
+        rank.train(5, stop=False)
+        if rank.number == 0:
+            rank.member.send(p.Through(step=5))
+        else:
+            rank.member.begin(6)
+        rank.stay.wait(WITHIN_S)
+
+    stage.script = script
+    stage.start(trains=False)
+    (failure,) = stage.end().failures
+    assert (failure.rank, failure.cause, failure.step) == (0, Cause.APP_ERROR, 5)
+    assert "rank 0 returned after step 5, that of rank 1 went on" in failure.text
+
+
+def test_ranks_that_return_one_after_the_other_are_waited_for(stage: Stage) -> None:
+    together = threading.Barrier(2)
+
+    def script(rank: Rank) -> None:
+        rank.member.begin(5)
+        rank.train(5, stop=False)
+        if rank.number == 1:  # it writes a report first
+            until(lambda: stage.clock() > 1000.0 + 2 * SPEED, "two seconds of the wall's")
+        rank.member.send(p.Through(step=5))
+        together.wait(WITHIN_S)
+        rank.leave(p.Finished(step=5))
+
+    stage.script = script
+    stage.start(trains=False)
+    assert stage.end().finished
+
+
 # -- probes --------------------------------------------------------------------------------------
 
 

@@ -247,6 +247,28 @@ def test_the_node_that_failed_is_left_out_and_the_others_stay_left_out() -> None
     assert [(c.old, c.new) for c in again.changes] == [("n3", "n1,n3")]
 
 
+def test_leaving_out_what_is_left_out_already_is_no_change() -> None:
+    life = Life()
+    life.happens(Cause.NODE_FAIL)
+    again = life.happens(Cause.NODE_FAIL)
+    assert again.plan.exclude_nodes == ("n3",)
+    assert again.changes == ()
+
+
+def test_on_one_machine_there_is_no_other_node_to_go_to() -> None:
+    life = Life()
+    life.records.clear()
+    life.tell(
+        ev.AttemptStarted(
+            job="local-1", restart_count=0, nodes=("n3",), host="n3", via=ev.VIA_THIS_MACHINE
+        )
+    )
+    decision = life.happens(Cause.NODE_FAIL)
+    assert decision.plan.exclude_nodes == ()
+    assert decision.changes == ()
+    assert decision.action is Action.REQUEUE
+
+
 def test_skipping_is_the_programs_own_cure_and_not_a_launchs() -> None:
     policy = default_recovery()
     assert skips_allowed(policy, Cause.NON_FINITE) == 3

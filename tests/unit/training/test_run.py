@@ -43,6 +43,7 @@ class Channel:
     said: list[p.Message] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     pending: bool = True
+    begun: int = 0
 
     def advance(self, position: Position, *, entering: bool = False) -> tuple[Request, ...]:
         kind = self.due.get(position)
@@ -50,6 +51,9 @@ class Channel:
 
     def enter(self, phase: str, *, started: bool = True) -> None:
         self.phases.append(phase)
+
+    def begin(self, step: int) -> None:
+        self.begun = step
 
     def send(self, message: p.Message) -> None:
         self.said.append(message)
@@ -144,7 +148,7 @@ def test_saves_by_steps_and_at_the_end(lab):
     train(run, prepared(run), 5)
     assert run.finish() == 5
     assert made.saved() == [(2, "every_steps"), (4, "every_steps"), (5, "final")]
-    assert channel.said == [p.Finished(step=5)]
+    assert channel.said == [p.Through(step=5), p.Finished(step=5)]
 
 
 def test_what_is_saved_already_is_not_saved_again_at_the_end(lab):
