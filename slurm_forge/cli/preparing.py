@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.cli.entry_check import check_entry
 from slurm_forge.errors import ConfigError, RunDirectoryError
 from slurm_forge.files import write_atomic
+from slurm_forge.launch.entry_check import check_entry
 from slurm_forge.launch.script import options
 from slurm_forge.launch.submission import create_run, untouched
 from slurm_forge.run_directory import RunDirectory
@@ -36,7 +36,7 @@ def check(path: Path) -> Checked:
             path=path,
             next_step="Write entry: package.module:train, or path/file.py:train.",
         )
-    doubts = (*check_entry(job.entry, Path.cwd(), path), *_not_yet(job))
+    doubts = (*check_entry(job.entry, Path.cwd(), path, list(job.args)), *_not_yet(job))
     return Checked(job=job, path=path, doubts=doubts)
 
 

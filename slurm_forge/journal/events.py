@@ -79,12 +79,14 @@ class LaunchStarted:
 class Resumed:
     """Training begins at ``step``: from ``checkpoint``, or from the start where it is None.
 
-    The seconds say where the time of a start went, counted from the start of rank 0's process.
+    ``until`` is the step at which the program will be through, where that is known.  The seconds
+    say where the time of a start went, counted from the start of rank 0's process.
     """
 
     step: int
     checkpoint: str | None
     world_size: int
+    until: int | None = None
     exact: bool = True
     interpreter_s: float = 0.0
     rendezvous_s: float = 0.0

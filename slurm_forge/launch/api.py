@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slurm_forge.launch.entry_check import check_entry, require_arguments
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, entry_of, submit_script
 from slurm_forge.run_directory import RunDirectory
@@ -30,6 +31,10 @@ def submit(
     """
     entry = train if isinstance(train, str) else entry_of(train)
     job = job_from_mapping({**spec, "entry": entry})
+    if isinstance(train, str):
+        check_entry(entry, Path.cwd(), None, list(job.args))
+    else:
+        require_arguments(train, list(job.args))
     chosen = find_site(site)
     run, file = create_run(job, runs=Path(runs), site=chosen, submitted_from=Path.cwd())
     submit_script(run, file, chosen, slurm or SubprocessSlurm.of_this_process())

@@ -25,6 +25,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from slurm_forge.errors import SubmissionError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.launch.entry_check import require_arguments
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, entry_of, note
 from slurm_forge.launch.submitit_job import ForgeJob
@@ -84,9 +85,10 @@ class ForgeExecutor(SlurmExecutor):
         if delayed.args:
             raise SubmissionError(
                 "a training function takes the run and nothing else by position",
-                next_step="Give its arguments by name; they arrive as run.args.",
+                next_step="Give its arguments by name: executor.submit(train, max_steps=400).",
             )
         entry = entry_of(function)
+        require_arguments(function, delayed.kwargs)
         parameters = self.parameters
         base = str(parameters.get("job_name", entry.rpartition(":")[2]))
         # Slurm takes names of jobs that can't be names of folders.

@@ -43,6 +43,9 @@ def decide(
     stalled = _stalled(state, incident)
     if stalled:
         return _decision(incident, Action.HOLD, stalled, state.plan)
+    if _repeats(state, incident):
+        reason = f"{incident.cause.value}: the same error at the same step twice in a row"
+        return _decision(incident, Action.HOLD, reason, state.plan)
     refused: list[str] = []
     for index, rung in enumerate(policy.ladder(incident.cause)):
         if rung.do in _IN_PROCESS:
@@ -71,6 +74,26 @@ _WHY_STOPPED = {
 def _decision(incident: Incident, action: Action, reason: str, plan: RecoveryPlan) -> Decision:
     return Decision(
         incident_id=incident.id, cause=incident.cause, action=action, reason=reason, plan=plan
+    )
+
+
+def _repeats(state: RunState, incident: Incident) -> bool:
+    """Whether the program failed just as it did the last time: once more would be no different."""
+    if incident.cause is not Cause.APP_ERROR or not incident.evidence:
+        return False
+    earlier = [
+        seen
+        for attempt in state.attempts
+        for _, seen in attempt.incidents
+        if seen.id != incident.id
+    ]
+    if not earlier:
+        return False
+    last = earlier[-1]
+    return (last.cause, last.step, last.evidence) == (
+        incident.cause,
+        incident.step,
+        incident.evidence,
     )
 
 

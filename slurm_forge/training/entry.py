@@ -5,13 +5,30 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.spec.arguments import Parameters
 
-__all__ = ["load_entry"]
+__all__ = ["call_entry", "load_entry"]
+
+
+def call_entry(function: Callable[..., Any], run: Any, args: Mapping[str, Any]) -> None:
+    """Call the training function with the run, and with the job's arguments if it takes any.
+
+    ``ConfigError`` where they don't fit.
+    """
+    parameters = Parameters.of(function)
+    problem = parameters.problem(args)
+    if problem is not None:
+        raise ConfigError(
+            f"args: {problem}",
+            next_step="Give the function the parameters that the job's args: name, or let it take "
+            "the run alone and read run.args.",
+        )
+    function(run, **(args if parameters.wanted else {}))
 
 
 def load_entry(entry: str, directory: Path) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from slurm_forge.control import Member
 from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
@@ -25,7 +25,7 @@ _STORE_KEY = "store"
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of a rank; all None for a single process."""
+    """The process groups beside the default one; all None for a single process."""
 
     cpu: dist.ProcessGroup | None = None
     probe: dist.ProcessGroup | None = None
@@ -51,10 +51,12 @@ def join(
     collective_timeout: timedelta,
 ) -> Groups:
     """Initialise torch.distributed and the groups beside it; collective over all ranks."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
+        # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return Groups()
     store = PrefixStore(nonce, _store(member, rank, world_size, wait))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=store,

@@ -89,6 +89,7 @@ class Run:
         self._restored = False
         self._snapshot: BufferSnapshot | None = None
         self._global_batch = 0
+        self._until: int | None = None
         self._micro_batch = 0
         self._phase_random: dict[str, torch.Tensor] | None = None
         self._telling = Telling(journal, self._progress)
@@ -163,6 +164,7 @@ class Run:
                     step=self._progress.step,
                     checkpoint=None if name is None else str(name),
                     world_size=self.world_size,
+                    until=self._until,
                     exact=exact and settled,
                     interpreter_s=interpreter_s,
                     rendezvous_s=rendezvous_s,
@@ -194,8 +196,8 @@ class Run:
         asked = micro_batch_size or share
         self._micro_batch = min(asked, self.recovery.micro_batch or asked, share)
         self._global_batch = global_batch_size
+        self._until = total = until.steps(len(dataset), global_batch_size)
         self.restore()
-        total = until.steps(len(dataset), global_batch_size)
         require_same(
             Ranks(self._groups.cpu),
             {

@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
 
@@ -186,10 +188,11 @@ class _Rank:
             self._last_words(error)
             return Result(Outcome.FAILED, 0)
         from slurm_forge.training.boundary import RunStopped
+        from slurm_forge.training.entry import call_entry
         from slurm_forge.training.skips import LaunchGivenUp
 
         try:
-            self._entry(run)
+            call_entry(self._entry, run, run.args)
             return Result(Outcome.FINISHED, run.finish())
         except RunStopped:
             return Result(Outcome.STOPPED, run.step_number)
@@ -259,12 +262,13 @@ class _Rank:
         run = self._run
         trace = "".join(traceback.format_exception(error))
         sys.stderr.write(trace)
+        text = f"{type(error).__name__}: {_in_one_line(error)}{_where(error)}"
         self._member.send(
             p.Failed(
                 step=0 if run is None else run.step_number,
                 phase="start" if run is None else "train",
                 error=f"{type(error).__module__}.{type(error).__qualname__}",
-                text=f"{type(error).__name__}: {_in_one_line(error)}"[:2000],
+                text=text[:2000],
                 trace=trace,
                 cause=_cause(error).value,
                 micro_batch=0 if run is None else run.micro_batch,
@@ -279,6 +283,23 @@ def _in_one_line(error: BaseException) -> str:
         )
     *lines, last = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return " ".join([*(line if line[-1] in ".:,;!?" else f"{line}." for line in lines), last])
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own that the error came through, where there is one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_theirs(frame.filename):
+            return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return ""
+
+
+def _is_theirs(file: str) -> bool:
+    """Whether a file is neither ours, nor torch's, nor the standard library's."""
+    ours = str(Path(__file__).parents[1])
+    standard = sysconfig.get_path("stdlib")
+    if file.startswith(("<", ours)) or f"{os.sep}site-packages{os.sep}torch{os.sep}" in file:
+        return False
+    return not file.startswith(standard) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _cause(error: BaseException) -> Cause:

@@ -13,7 +13,7 @@ from slurm_forge.journal.fold import AttemptState, RunState, fold
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.decide import LR_FLOOR, skips_allowed
 from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
-from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -245,6 +245,20 @@ def test_the_node_that_failed_is_left_out_and_the_others_stay_left_out() -> None
     again = life.happens(Cause.NODE_FAIL, hosts=("n1",))
     assert again.plan.exclude_nodes == ("n1", "n3")
     assert [(c.old, c.new) for c in again.changes] == [("n3", "n1,n3")]
+
+
+def test_an_error_that_comes_again_at_the_same_step_is_held_at_once() -> None:
+    words = (Evidence("rank 0 on n1", "ValueError: bad sample (train.py:41 in train)"),)
+    other = (Evidence("rank 0 on n1", "ValueError: another sample (train.py:41 in train)"),)
+    life = Life()
+    assert life.happens(Cause.APP_ERROR, evidence=words).action is Action.RELAUNCH
+    held = life.happens(Cause.APP_ERROR, evidence=words)
+    assert held.action is Action.HOLD
+    assert "same error at the same step" in held.reason
+    for changes in ({"evidence": other}, {"evidence": words, "step": 101}):
+        life = Life()
+        life.happens(Cause.APP_ERROR, evidence=words)
+        assert life.happens(Cause.APP_ERROR, **changes).action is Action.REQUEUE
 
 
 def test_leaving_out_what_is_left_out_already_is_no_change() -> None:

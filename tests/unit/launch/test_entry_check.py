@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.entry_check import check_entry
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.entry_check import check_entry
 
 JOB = Path("train.yaml")
 
@@ -69,3 +69,48 @@ def test_what_may_be_right_elsewhere_is_a_doubt(folder: Path, entry: str) -> Non
 
 def test_a_module_of_this_interpreter_is_found(folder: Path) -> None:
     assert check_entry("json.decoder:JSONDecoder", folder, JOB) == ()
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    (tmp_path / "f.py").write_text(
+        "def alone(run): ...\n"
+        "def some(run, max_steps, lr=0.1, *, seed=0): ...\n"
+        "def strict(run, *, width): ...\n"
+        "def anything(run, **more): ...\n"
+        "@decorated\ndef unknown(run): ...\n"
+        "if True:\n    def twice(run): ...\nelse:\n    def twice(run, x): ...\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("alone", ["max_steps"]),  # which finds them in run.args
+        ("some", ["max_steps", "seed"]),
+        ("strict", ["width"]),
+        ("anything", ["max_steps"]),
+        ("unknown", ["max_steps"]),
+        ("twice", ["y"]),
+    ],
+)
+def test_arguments_that_the_function_takes(functions: Path, function: str, args: list[str]) -> None:
+    assert check_entry(f"f.py:{function}", functions, JOB, args) == ()
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        ("some", ["maxsteps"], "has no parameter 'maxsteps' (did you mean \"max_steps\"?)"),
+        ("some", ["lr"], "parameter 'max_steps' is not given"),
+        ("strict", [], "parameter 'width' is not given"),
+    ],
+)
+def test_arguments_that_would_fail_on_every_rank_are_an_error_now(
+    functions: Path, function: str, args: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_entry(f"f.py:{function}", functions, JOB, args)
+    assert message in str(caught.value)
+    assert "run.args" in str(caught.value)

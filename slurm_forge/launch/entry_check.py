@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from slurm_forge.documents import nearest
 from slurm_forge.errors import ConfigError
 from slurm_forge.files import read_bounded
+from slurm_forge.spec.arguments import Parameters
 
-__all__ = ["check_entry"]
+__all__ = ["check_entry", "require_arguments"]
 
 _SOURCE_LIMIT = 1 << 22
 
 
-def check_entry(entry: str, folder: Path, job: Path) -> tuple[str, ...]:
+def check_entry(
+    entry: str, folder: Path, job: Path | None, args: Collection[str] = ()
+) -> tuple[str, ...]:
     """Look for the function of ``module:function`` or ``file.py:function`` in its source.
 
-    Raises ``ConfigError`` (for the file ``job``) for what is certainly wrong.  Returns doubts: the
-    ranks may have another Python path than this process.
+    ``args`` are the names of the arguments that it will be called with.  Raises ``ConfigError``
+    (for the file ``job``, if it is one) for what is certainly wrong.  Returns doubts: the ranks may
+    have another Python path than this process.
     """
     where, _, function = entry.rpartition(":")
     if where.endswith(".py"):
@@ -43,7 +47,23 @@ def check_entry(entry: str, folder: Path, job: Path) -> tuple[str, ...]:
                 )
             return (f"entry: no module {where!r} found from {folder}; the ranks will look for it",)
         source = found
-    return _check_function(source, function, job)
+    return _check_function(source, function, job, args)
+
+
+def require_arguments(function: Callable[..., object], args: Collection[str]) -> None:
+    """Raise ``ConfigError`` unless a function at hand can be called with the run and ``args``."""
+    problem = Parameters.of(function).problem(args)
+    if problem is not None:
+        raise _misfit(problem, getattr(function, "__name__", "the function"), None)
+
+
+def _misfit(problem: str, function: str, job: Path | None) -> ConfigError:
+    return ConfigError(
+        f"args: {problem}",
+        path=job,
+        next_step=f"{function} is called with the run and the job's args by name; a function that "
+        "takes the run alone finds them in run.args.",
+    )
 
 
 def _source_of(module: str, folder: Path) -> Path | None:
@@ -61,7 +81,9 @@ def _source_of(module: str, folder: Path) -> Path | None:
     return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
-def _check_function(source: Path, function: str, job: Path) -> tuple[str, ...]:
+def _check_function(
+    source: Path, function: str, job: Path | None, args: Collection[str]
+) -> tuple[str, ...]:
     try:
         tree = ast.parse(read_bounded(source, _SOURCE_LIMIT))
     except SyntaxError as error:
@@ -75,6 +97,7 @@ def _check_function(source: Path, function: str, job: Path) -> tuple[str, ...]:
         return (f"entry: {source} can't be checked",)
     names = set(_top_level(tree.body))
     if function in names or "*" in names or "__getattr__" in names:
+        _check_arguments(tree.body, function, job, args)
         return ()
     close = nearest(function, sorted(names))
     raise ConfigError(
@@ -83,6 +106,32 @@ def _check_function(source: Path, function: str, job: Path) -> tuple[str, ...]:
         path=job,
         next_step=f"Define def {function}(run): … at its top level, or correct entry.",
     )
+
+
+def _check_arguments(
+    body: list[ast.stmt], function: str, job: Path | None, args: Collection[str]
+) -> None:
+    found = [line for line in body if isinstance(line, ast.FunctionDef) and line.name == function]
+    others = [name for name in _top_level(body) if name == function]
+    if len(found) != 1 or len(others) != 1 or found[0].decorator_list:
+        return  # which one it is, or what a decorator makes of it, only running it tells
+    problem = _parameters(found[0].args).problem(args)
+    if problem is not None:
+        raise _misfit(problem, function, job)
+
+
+def _parameters(given: ast.arguments) -> Parameters:
+    positional = [*given.posonlyargs, *given.args]
+    optional = positional[len(positional) - len(given.defaults) :] if given.defaults else []
+    keyword = [a.arg for a in given.kwonlyargs]
+    required = {a.arg for a in positional[1:] if a not in optional}
+    required |= {
+        a.arg
+        for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        if default is None
+    }
+    names = (*(a.arg for a in positional[1:]), *keyword)
+    return Parameters(names, frozenset(required), given.kwarg is not None)
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[str]:
