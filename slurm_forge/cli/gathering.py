@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from slurm_forge.cli.places import reference
+from slurm_forge.cli.places import from_here, reference
 from slurm_forge.cli.tail import JournalTail
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Damage, Record
+from slurm_forge.journal.events import Resumed
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["Gathering", "gather"]
+
+_LOG_ENDINGS = (".out", "_log.err")
 
 
 class Gathering:
@@ -29,7 +35,7 @@ class Gathering:
 
     @property
     def total_steps(self) -> int | None:
-        """The last step, where the job file says so."""
+        """The last step: what the program said last, else the job's ``args.max_steps``."""
         return self._total
 
     def look(self) -> list[Record]:
@@ -37,7 +43,11 @@ class Gathering:
         records, damage = self._tail.poll()
         self._records += records
         self._damage += damage
-        return sorted(records, key=lambda record: record.time)
+        new = sorted(records, key=lambda record: record.time)
+        for record in new:
+            if isinstance(record.event, Resumed) and record.event.until is not None:
+                self._total = record.event.until
+        return new
 
     def facts(self) -> RunFacts:
         """Everything read so far."""
@@ -57,11 +67,32 @@ class Gathering:
         )
 
 
-def gather(run: RunDirectory) -> RunFacts:
-    """Read everything once."""
+def gather(run: RunDirectory, *, logs: bool = True) -> RunFacts:
+    """Read everything once; with ``logs`` also look where the output lies."""
     gathering = Gathering(run)
     gathering.look()
-    return gathering.facts()
+    facts = gathering.facts()
+    return replace(facts, logs=_logs(run)) if logs else facts
+
+
+def _logs(run: RunDirectory) -> tuple[str, ...]:
+    """Files that hold output: in the run's own folder, or in that of a submitit executor."""
+    folders = [run.submissions]
+    if run.path.parent.name == "runs":
+        folders.append(run.path.parent.parent)  # <folder>/runs/<name>: AutoExecutor(folder)
+    return tuple(from_here(path) for folder in folders for path in _written(folder))
+
+
+def _written(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                Path(entry.path)
+                for entry in entries
+                if entry.name.endswith(_LOG_ENDINGS) and entry.stat().st_size
+            )
+    except OSError:
+        return []
 
 
 def _total_steps(run: RunDirectory) -> tuple[int | None, str | None]:

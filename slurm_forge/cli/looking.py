@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from slurm_forge.report.status import Status
     from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["explain", "status"]
 
 _LOOK_EVERY_S = 1.0
+_FIGURES_EVERY_S = 30.0
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, or the path of its folder.")
@@ -27,7 +29,12 @@ Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay 
 
 
 def status(
-    run: RunName,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN", help="Name of a run, or the path of its folder; without it, all runs."
+        ),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Stay, and tell what happens.")
     ] = False,
@@ -36,10 +43,17 @@ def status(
 ) -> None:
     """Where a run stands: one screen, and what to do next.
 
+    Without RUN, a line for every run in the folder of runs.
+
     Example:  slurm-forge status tiny-gpt --follow
     """
     from slurm_forge.cli.places import find_run
 
+    if run is None:
+        if follow:
+            raise typer.BadParameter("--follow needs the name of a run")
+        _list(runs, as_json=json)
+        return
     found = find_run(run, runs)
     if follow and json:
         raise typer.BadParameter("--follow is for people; ask for --json again and again instead")
@@ -51,7 +65,7 @@ def status(
     from slurm_forge.report.status import take_status
     from slurm_forge.report.status_text import status_text
 
-    taken = take_status(gather(found))
+    taken = _as_it_is(take_status(gather(found, logs=False)), found)
     typer.echo(to_json(taken) if json else status_text(taken), nl=json)
 
 
@@ -91,28 +105,76 @@ def explain(
     typer.echo(text, nl=False)
 
 
+def _as_it_is(taken: Status, run: RunDirectory) -> Status:
+    """The status, corrected where the journal could not be told that the processes are gone."""
+    from dataclasses import replace
+
+    from slurm_forge.journal import RunStatus
+    from slurm_forge.launch.presence import left
+    from slurm_forge.report.advice import go_on
+
+    open_ = {RunStatus.SUBMITTED.value, RunStatus.RUNNING.value, RunStatus.REQUEUED.value}
+    if taken.status not in open_ or not left(run, taken.job):
+        return taken
+    return replace(
+        taken,
+        status=RunStatus.STOPPED.value,
+        words="stopped without a word: none of its processes is left on this machine",
+        next=(f"to go on from the last checkpoint: {go_on(taken.run, taken.job)}",),
+    )
+
+
+def _list(runs: Path | None, *, as_json: bool) -> None:
+    """A line for every run, whatever is wrong with one of them."""
+    from slurm_forge.cli.gathering import gather
+    from slurm_forge.cli.places import from_here, run_names, runs_folder, runs_of_submitit
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.report.encoding import to_json
+    from slurm_forge.report.listing import listed, listing, listing_text, unreadable
+    from slurm_forge.report.status import take_status
+    from slurm_forge.run_directory import RunDirectory
+
+    folder = runs_folder(runs)
+    lines = []
+    for name in run_names(folder):
+        found = RunDirectory.at(folder / name)
+        try:
+            facts = gather(found, logs=False)
+            lines.append(listed(facts, _as_it_is(take_status(facts), found)))
+        except (ForgeError, OSError) as error:
+            lines.append(unreadable(name, str(found.path), str(error)))
+    others = [] if runs is not None else [from_here(path) for path in runs_of_submitit()]
+    told = listing(str(folder.absolute()), lines, elsewhere=others)
+    typer.echo(to_json(told) if as_json else listing_text(told), nl=as_json)
+
+
 def _follow(run: RunDirectory) -> None:
     """Status once, then a line for everything that happens, until the run is at rest."""
     from slurm_forge.cli.gathering import Gathering
     from slurm_forge.cli.watching import Watcher, screen_for
     from slurm_forge.report.explain import AT_REST
     from slurm_forge.report.status import take_status
-    from slurm_forge.report.status_text import status_text
+    from slurm_forge.report.status_text import figures, status_text
+    from slurm_forge.report.text import clock
 
     at_rest = {status.value for status in AT_REST}
     gathering = Gathering(run)
     gathering.look()
-    taken = take_status(gathering.facts())
+    taken = _as_it_is(take_status(gathering.facts()), run)
     typer.echo(status_text(taken), nl=False)
     if taken.status in at_rest:
         return
     try:
-        with screen_for(sys.stdout, total=gathering.total_steps) as screen:
+        with screen_for(sys.stdout) as screen:
             watcher = Watcher(gathering, screen)
+            told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
             while taken.status not in at_rest:
                 time.sleep(_LOOK_EVERY_S)
                 watcher.look()
-                taken = take_status(gathering.facts())
+                taken = _as_it_is(take_status(gathering.facts()), run)
+                if taken.logged != told and time.monotonic() >= tell_from:
+                    told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
+                    screen.line(f"{clock(time.time())}  {figures(told)}")
     except KeyboardInterrupt:
         return  # the person has seen enough; the run does not notice
     typer.echo(status_text(taken), nl=False)

@@ -13,7 +13,15 @@ from slurm_forge.slurm.environment import process_environ
 if TYPE_CHECKING:
     from slurm_forge.site.loading import SitePlaces
 
-__all__ = ["find_run", "reference", "runs_folder", "site_places"]
+__all__ = [
+    "find_run",
+    "from_here",
+    "reference",
+    "run_names",
+    "runs_folder",
+    "runs_of_submitit",
+    "site_places",
+]
 
 _DEFAULT = Path("runs")
 
@@ -27,7 +35,10 @@ def runs_folder(given: Path | None) -> Path:
 
 
 def find_run(wanted: str, runs: Path | None) -> RunDirectory:
-    """The run of that name in the folder of runs, or at that path."""
+    """The run of that name in the folder of runs, or at that path.
+
+    Else the one of that name that was made by submitit's ``AutoExecutor`` in a folder here.
+    """
     if "/" in wanted or wanted in (".", ".."):
         return RunDirectory.existing(wanted)
     folder = runs_folder(runs)
@@ -37,6 +48,9 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
         here = Path(wanted)
         if (here / "run.yaml").is_file():
             return RunDirectory.existing(here)
+        found = [] if runs is not None else _made_by_submitit(wanted)
+        if len(found) == 1:
+            return RunDirectory.existing(found[0])
         raise _no_such_run(wanted, folder) from None
 
 
@@ -57,18 +71,43 @@ def site_places() -> SitePlaces:
     )
 
 
+def from_here(path: Path) -> str:
+    """A path relative to the current folder where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def run_names(folder: Path) -> list[str]:
+    """Names of the runs in a folder."""
+    try:
+        return sorted(p.name for p in folder.iterdir() if (p / "run.yaml").is_file())
+    except OSError:
+        return []
+
+
+def runs_of_submitit() -> list[Path]:
+    """Folders of runs that submitit's executors have made in folders here: ``<folder>/runs``."""
+    return sorted(path for path in Path().glob("*/runs") if run_names(path))
+
+
+def _made_by_submitit(name: str) -> list[Path]:
+    return [
+        f for f in (each / name for each in Path().glob("*/runs")) if (f / "run.yaml").is_file()
+    ]
+
+
 def _shortest(path: Path) -> str:
     here = Path.cwd()
     return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)
 
 
 def _no_such_run(wanted: str, folder: Path) -> RunDirectoryError:
-    known = _names(folder)
+    known = run_names(folder)
     if not known:
         return RunDirectoryError(
             f"there is no run {wanted!r}: {folder.absolute()} holds none",
             next_step="Give the path of the run, or say where runs are: --runs DIR or "
-            "SLURM_FORGE_RUNS.",
+            f"SLURM_FORGE_RUNS. {_SUBMITIT}",
         )
     import difflib
 
@@ -77,12 +116,8 @@ def _no_such_run(wanted: str, folder: Path) -> RunDirectoryError:
     shown = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
     return RunDirectoryError(
         f"there is no run {wanted!r} in {folder.absolute()}{meant}",
-        next_step=f"Runs there: {shown}.",
+        next_step=f"Runs there: {shown}. {_SUBMITIT}",
     )
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(p.name for p in folder.iterdir() if (p / "run.yaml").is_file())
-    except OSError:
-        return []
+_SUBMITIT = 'Runs of submitit\'s AutoExecutor(FOLDER, cluster="forge") lie in FOLDER/runs.'

@@ -1,6 +1,7 @@
 """Reading a journal as it grows: each look reads only what was written since the last one.
 
-Progress that a later line makes needless is left out before it is decoded (``thinned``).
+Progress that a later line makes needless is left out before it is decoded (``thinned``), but for
+the newest figure of every name: what is logged often must not hide what is logged now and then.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from slurm_forge.errors import UnsafeFileError
@@ -21,6 +23,11 @@ __all__ = ["JournalTail"]
 _NAME = re.compile(r"\d{1,9}-([a-z0-9]+-[0-9a-f]{8})\.jsonl")
 _FILE_LIMIT = 1 << 28
 _CHUNK = 1 << 20
+#: In the text of a value the quotes would be escaped: this can't be anything but the kind.
+_LOGGED = b'"kind":"logged"'
+#: More than a day of training: a figure that is older than that is nobody's newest.
+_LOOKED_AT = 20_000
+_FIGURE = re.compile(rb'"((?:[^"\\]|\\.)*)":')
 
 
 @dataclass(slots=True)
@@ -56,12 +63,24 @@ class JournalTail:
             known = self._files.setdefault(path.name, _File())
             content = _read_from(path, known.offset)
             whole = content[: content.rfind(b"\n") + 1]
-            found, bad = read_lines(thinned(whole), file=path.name, writer=match.group(1))
+            found, bad = read_lines(_thinned(whole), file=path.name, writer=match.group(1))
             records += found
             damage += [replace(one, line=one.line + known.lines) for one in bad]
             known.offset += len(whole)
             known.lines += whole.count(b"\n")
         return records, damage
+
+
+def _thinned(content: bytes) -> bytes:
+    lines, thin = content.split(b"\n"), thinned(content).split(b"\n")
+    seen: set[bytes] = set()
+    logged = (index for index in range(len(lines) - 1, -1, -1) if _LOGGED in lines[index])
+    for index in islice(logged, _LOOKED_AT):
+        names = set(_FIGURE.findall(lines[index].partition(b'"values":')[2]))
+        if not names <= seen:
+            thin[index] = lines[index]
+            seen |= names
+    return b"\n".join(thin)
 
 
 def _read_from(path: Path, offset: int) -> bytes:

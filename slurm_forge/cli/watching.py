@@ -30,8 +30,8 @@ class Screen(Protocol):
     def line(self, text: str) -> None:
         """Something happened."""
 
-    def step(self, step: int) -> None:
-        """Training is at this step."""
+    def step(self, step: int, total: int | None = None) -> None:
+        """Training is at this step, of so many where that is known."""
 
 
 class PlainScreen:
@@ -41,11 +41,9 @@ class PlainScreen:
         self,
         echo: Callable[[str], None],
         *,
-        total: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._echo = echo
-        self._of = "" if total is None else f" of {number(total)}"
         self._clock = clock
         self._next = clock() + _STEP_LINE_EVERY_S
 
@@ -53,11 +51,12 @@ class PlainScreen:
         """Print it."""
         self._echo(text)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, total: int | None = None) -> None:
         """Print it if the last one is some time ago."""
         if self._clock() >= self._next:
             self._next = self._clock() + _STEP_LINE_EVERY_S
-            self._echo(f"step {number(step)}{self._of}")
+            of = "" if total is None else f" of {number(total)}"
+            self._echo(f"step {number(step)}{of}")
 
 
 class _BarScreen:
@@ -73,15 +72,15 @@ class _BarScreen:
         # As Text: markup in foreign words stays what it is.
         self._progress.console.print(Text(text), soft_wrap=True)
 
-    def step(self, step: int) -> None:
-        self._progress.update(self._task, completed=step, refresh=True)
+    def step(self, step: int, total: int | None = None) -> None:
+        self._progress.update(self._task, completed=step, total=total, refresh=True)
 
 
 @contextmanager
-def screen_for(stream: IO[str], *, total: int | None) -> Iterator[Screen]:
-    """A bar on a terminal, plain lines anywhere else; ``total`` None is a bar without an end."""
+def screen_for(stream: IO[str]) -> Iterator[Screen]:
+    """A bar on a terminal, plain lines anywhere else."""
     if not stream.isatty():
-        yield PlainScreen(typer.echo, total=total)
+        yield PlainScreen(typer.echo)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -91,7 +90,7 @@ def screen_for(stream: IO[str], *, total: int | None) -> Iterator[Screen]:
     with Progress(
         *columns, console=Console(file=stream), redirect_stdout=False, redirect_stderr=False
     ) as progress:
-        yield _BarScreen(progress, progress.add_task("step", total=total))
+        yield _BarScreen(progress, progress.add_task("step", total=None))
 
 
 class Watcher:
@@ -109,7 +108,7 @@ class Watcher:
                 self._screen.line(told)
             step = _step_of(record)
             if step is not None:
-                self._screen.step(step)
+                self._screen.step(step, self._gathering.total_steps)
 
 
 def _step_of(record: Record) -> int | None:

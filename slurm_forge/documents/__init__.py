@@ -8,6 +8,7 @@ so are duplicate keys, tags, anchors and merge keys.
 from __future__ import annotations
 
 from slurm_forge.documents.building import build, build_plain, wrong_key
+from slurm_forge.documents.differences import differences
 from slurm_forge.documents.hints import did_you_mean, nearest
 from slurm_forge.documents.keypath import KeyPath
 from slurm_forge.documents.reading import MAX_BYTES, Document, load, read
@@ -20,6 +21,7 @@ __all__ = [
     "build",
     "build_plain",
     "did_you_mean",
+    "differences",
     "dump",
     "load",
     "nearest",

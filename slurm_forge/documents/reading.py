@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from slurm_forge.documents.indentation import misplaced
 from slurm_forge.documents.keypath import KeyPath, dotted
 from slurm_forge.documents.scalars import is_plain_text, plain_value, shorten
 from slurm_forge.errors import ConfigError, UnsafeFileError
@@ -82,7 +83,7 @@ def load(text: str, path: str | os.PathLike[str] | None = None) -> Document:
     try:
         data = reader.read(text)
     except yaml.MarkedYAMLError as error:
-        raise _not_yaml(error, name) from None
+        raise _not_yaml(error, name, text) from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise ConfigError(
@@ -91,18 +92,20 @@ def load(text: str, path: str | os.PathLike[str] | None = None) -> Document:
     return Document(data, name, reader.lines)
 
 
-def _not_yaml(error: yaml.MarkedYAMLError, path: str | None) -> ConfigError:
+def _not_yaml(error: yaml.MarkedYAMLError, path: str | None, text: str) -> ConfigError:
     mark, begin = error.problem_mark or error.context_mark, error.context_mark
+    line = None if mark is None else mark.line + 1
     problem = error.problem or error.context or "this can't be read"
+    wrong_indent = None if mark is None else misplaced(problem, text, mark.line, mark.column)
+    if wrong_indent is not None:
+        return ConfigError(f"not YAML: {wrong_indent}", path=path, line=line)
     if "\\t" in problem:
         problem += "; indent with spaces, not tabs"
     if "mapping values" in problem:
         problem += '; quote a value that holds ": "'
     if begin is not None and mark is not None and begin.line != mark.line:
         problem += f" (it begins on line {begin.line + 1})"
-    return ConfigError(
-        f"not YAML: {problem}", path=path, line=None if mark is None else mark.line + 1
-    )
+    return ConfigError(f"not YAML: {problem}", path=path, line=line)
 
 
 class _Reader:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_forge.documents import differences
 from slurm_forge.errors import AlreadyFinishedError, ConfigError, RunDirectoryError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
@@ -29,6 +30,7 @@ __all__ = [
     "create_run",
     "entry_of",
     "reconcile",
+    "refuse_other_job",
     "run_state",
     "submit_script",
     "untouched",
@@ -75,6 +77,25 @@ def create_run(
 def untouched(run: RunDirectory) -> bool:
     """Whether nobody has started the run or handed it to Slurm: it is only a file so far."""
     return not list_claims(run) and not run.is_done() and not run_state(run).job
+
+
+def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path) -> None:
+    """``ConfigError`` where the job file at ``path`` says another job than the run began with."""
+    if begun == now:
+        return
+    found = differences(begun.model_dump(mode="json"), now.model_dump(mode="json"))
+    shown = [f"  {one}" for one in found[:_SHOWN_DIFFERENCES]]
+    if len(found) > _SHOWN_DIFFERENCES:
+        shown.append(f"  and {len(found) - _SHOWN_DIFFERENCES} more")
+    raise ConfigError(
+        "\n".join([f"the run {run.path} was begun with another job than this file says:", *shown]),
+        path=path,
+        next_step="A run keeps what it was begun with. To go on with it, write the old values; "
+        "to train with the new ones, choose another name.",
+    )
+
+
+_SHOWN_DIFFERENCES = 10
 
 
 def submit_script(

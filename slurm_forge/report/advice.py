@@ -8,8 +8,6 @@ from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.standing import Standing
 from slurm_forge.report.story import (
-    AttemptStory,
-    ComebackStory,
     IncidentStory,
     LaunchStory,
     RunStory,
@@ -17,7 +15,7 @@ from slurm_forge.report.story import (
 from slurm_forge.report.text import clean, plural, span
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["AFTER_A_HOLD", "go_on", "next_steps", "next_time"]
+__all__ = ["AFTER_A_HOLD", "go_on", "next_in_story", "next_steps", "next_time"]
 
 #: What helps once the ladder of a cause is used up.
 AFTER_A_HOLD = {
@@ -27,7 +25,7 @@ AFTER_A_HOLD = {
     Cause.LOSS_SPIKE: "look at the loss and the learning rate around that step",
     Cause.TIME_LIMIT: "save more often (checkpoint.every_minutes), or ask for more time",
     Cause.NODE_FAIL: "leave the failing nodes out (resources.exclude)",
-    Cause.HANG: "look for a rank that waits alone: stacks lie in the attempt's folder",
+    Cause.HANG: "look in the output for what the rank that the evidence names was waiting for",
     Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",
     Cause.GPU_ERROR: "report the node to the cluster's support and leave it out",
     Cause.STORAGE: "look at quota and free space of the run's file system",
@@ -56,7 +54,7 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
     if status is RunStatus.FINISHED:
         return (f"nothing to do: slurm-forge explain {name} tells how it went",)
     if state.open_intent is not None:
-        return (f"carry the requeue out when Slurm answers: slurm-forge reconcile {name}",)
+        return (f"carry out the requeue that Slurm has not taken: slurm-forge reconcile {name}",)
     job = clean(state.job, 40)
     match status:
         case RunStatus.NEW:
@@ -72,30 +70,53 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
                 f"see why: slurm-forge explain {name}",
                 f"then, to go on: {again}",
             )
+        case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
+            return (
+                f"see what went wrong before: slurm-forge explain {name}",
+                f"then, {_to_go_on(state)}: {again}",
+            )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
-            return (f"to go on from the last checkpoint: {again}",)
+            return (f"{_to_go_on(state)}: {again}",)
+        case _ if facts.stop_asked:
+            return (f"nothing to do: it saves and stops; later, to go on: {again}",)
         case _:
-            return ("nothing to do",)
+            return (f"nothing to do; to watch it: slurm-forge status {name} --follow",)
 
 
-def next_time(facts: RunFacts, story: RunStory) -> tuple[str, ...]:
+def _to_go_on(state: RunState) -> str:
+    place = "the start" if state.committed_step is None else "the last checkpoint"
+    return f"to go on from {place}"
+
+
+def next_in_story(
+    facts: RunFacts, state: RunState, standing: Standing, story: RunStory
+) -> tuple[str, ...]:
+    """As ``next_steps``, for somebody who has the whole story before them; empty once finished."""
+    if standing.status is RunStatus.FINISHED:
+        return ()
+    if state.open_intent is not None:
+        return next_steps(facts, state, standing)
+    again = go_on(facts.reference, state.job)
+    if standing.status is RunStatus.HELD:
+        last = next(reversed(list(_incidents(story))), None)
+        return (f"{_remedy(None if last is None else last.cause)}, then {again}",)
+    if standing.trouble is not None:
+        return (f"{_remedy(standing.trouble.incident.cause)}, then {again}",)
+    return next_steps(facts, state, standing)
+
+
+def _remedy(cause: str | None) -> str:
+    known = {cause.value: text for cause, text in AFTER_A_HOLD.items()}
+    return known.get(cause or "", "look at the evidence")
+
+
+def next_time(story: RunStory) -> tuple[str, ...]:
     """What would have saved time or trouble; empty where there is nothing to say."""
-    return tuple(dict.fromkeys(_lessons(facts, story)))
+    return tuple(dict.fromkeys(_lessons(story)))
 
 
-def _lessons(facts: RunFacts, story: RunStory) -> Iterator[str]:
-    again = go_on(facts.reference, story.job)
-    held = story.status == RunStatus.HELD.value
+def _lessons(story: RunStory) -> Iterator[str]:
     incidents = list(_incidents(story))
-    if held and incidents:
-        last = incidents[-1]
-        known = {cause.value: text for cause, text in AFTER_A_HOLD.items()}
-        if last.cause in known:
-            yield f"{known[last.cause]}, then {again}"
-        else:
-            yield f"look at the evidence, then {again}"
-    if any(c.outcome == "failed" for a in story.attempts[-1:] for c in _unresolved(a)):
-        yield f"Slurm has not taken the requeue: slurm-forge reconcile {facts.reference}"
     shrunk = _last_new(incidents, "micro_batch")
     if shrunk:
         yield f"ask for micro_batch_size={clean(shrunk, 20)} from the start"
@@ -118,11 +139,6 @@ def _incidents(story: RunStory) -> Iterator[IncidentStory]:
     for attempt in story.attempts:
         for launch in attempt.launches:
             yield from launch.incidents
-
-
-def _unresolved(attempt: AttemptStory) -> tuple[ComebackStory, ...]:
-    done = [i for i, comeback in enumerate(attempt.comebacks) if comeback.outcome == "done"]
-    return attempt.comebacks[(done[-1] + 1) if done else 0 :]
 
 
 def _last_new(incidents: list[IncidentStory], parameter: str) -> str:

@@ -11,30 +11,43 @@ from slurm_forge.report.lineage import Lineage
 from slurm_forge.report.story import ScienceChange
 from slurm_forge.report.text import clean, number, plural, steps
 from slurm_forge.vocabulary.decision import Change, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["what_changed"]
+__all__ = ["back_to_schedule", "what_changed"]
 
 
-def what_changed(ordered: Iterable[Record], lineage: Lineage) -> tuple[ScienceChange, ...]:
+def what_changed(
+    ordered: Iterable[Record], lineage: Lineage, *, total_steps: int | None = None
+) -> tuple[ScienceChange, ...]:
     """Every change in force at some time, science first; undone steps change nothing.
 
     A parameter that this version does not know counts as science: better said once too often.
     """
-    found = [*_from_decisions(ordered), *_from_training(lineage)]
+    found = [*_from_decisions(ordered, total_steps), *_from_training(lineage)]
     return tuple(sorted(found, key=lambda change: not change.science))
 
 
-def _from_decisions(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+def _from_decisions(ordered: Iterable[Record], total: int | None) -> Iterator[ScienceChange]:
     applied: set[str] = set()
     for record in ordered:
         event = record.event
         if isinstance(event, ev.DecisionTaken) and event.decision.incident_id not in applied:
             applied.add(event.decision.incident_id)
             for change in event.decision.changes:
-                yield _one(change, event.decision)
+                yield _one(change, event.decision, total)
 
 
-def _one(change: Change, decision: Decision) -> ScienceChange:
+def back_to_schedule(plan: RecoveryPlan, total_steps: int | None) -> str:
+    """When the learning rate is back, or how far it comes where the run ends before that."""
+    if plan.lr_ramp_steps <= 0:
+        return ""
+    back = plan.lr_from_step + plan.lr_ramp_steps
+    if total_steps is None or back <= total_steps:
+        return f", back by step {number(back)}"
+    return f", back up to {plan.lr_scale(total_steps):.2g} by the end (step {number(total_steps)})"
+
+
+def _one(change: Change, decision: Decision, total: int | None) -> ScienceChange:
     old, new = clean(change.old, 200), clean(change.new, 200)
     science = False
     match change.parameter:
@@ -50,8 +63,7 @@ def _one(change: Change, decision: Decision) -> ScienceChange:
             text = (
                 f"learning rate {old} → {new} of its schedule from step {number(plan.lr_from_step)}"
             )
-            if plan.lr_ramp_steps > 0:
-                text += f", back by step {number(plan.lr_from_step + plan.lr_ramp_steps)}"
+            text += back_to_schedule(plan, total)
         case _:
             science = True
             text = f"{clean(change.parameter, 64)} {old} → {new}"
@@ -66,9 +78,12 @@ def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
         more = ", …" if len(ranges) > 5 else ""
         count = plural(len(lineage.skipped), "update")
         unused = plural(samples, "sample")
+        undone = ""
+        if lineage.undone:
+            undone = f" ({plural(len(lineage.undone), 'more skip')} undone by going back)"
         yield ScienceChange(
             parameter="skipped",
-            text=f"{count} skipped (step {where}{more}), {unused} without effect",
+            text=f"{count} skipped (step {where}{more}), {unused} without effect{undone}",
             science=True,
         )
     for resumed in lineage.inexact:

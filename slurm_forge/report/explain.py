@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
-from slurm_forge.report.advice import next_time
+from slurm_forge.report.advice import next_in_story, next_time
 from slurm_forge.report.changes import what_changed
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
+from slurm_forge.report.lineage import Lineage
+from slurm_forge.report.logs import output_of
 from slurm_forge.report.standing import standing, warnings_of
 from slurm_forge.report.story import RunStory
 
@@ -53,19 +55,41 @@ def explain(facts: RunFacts) -> RunStory:
         repeated_s=repeated,
         repeated_steps=sum(line.repeated_steps.values()),
         goodput=_ratio(kept, elapsed),
-        attempts=history.attempts,
+        startup_s=_startup(history, now.status, elapsed or 0.0),
+        ending_s=_ending(line, now.status, last_seen),
+        attempts=tuple(replace(a, logs=output_of(a.job, facts.logs)) for a in history.attempts),
         acts=history.acts,
-        changes=what_changed(ordered, line),
+        changes=what_changed(ordered, line, total_steps=facts.total_steps),
+        next=(),
         next_time=(),
         warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
     )
-    return replace(story, next_time=next_time(facts, story))
+    return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
 
 
 def only_attempt(story: RunStory, number: int) -> RunStory | None:
     """The same story with one attempt; None if the run has no such attempt."""
     chosen = tuple(attempt for attempt in story.attempts if attempt.number == number)
     return replace(story, attempts=chosen) if chosen else None
+
+
+def _startup(history: History, status: RunStatus, elapsed: float) -> float:
+    """From the start until the first launch trained, or until now where it may still do so."""
+    launches = [launch for attempt in history.attempts for launch in attempt.launches]
+    if not launches:
+        return 0.0
+    if launches[0].resumes:
+        begun = launches[0].resumes[0].time - history.attempts[0].started
+        return min(max(0.0, begun), elapsed) if math.isfinite(begun) else 0.0
+    return elapsed if status is RunStatus.RUNNING and len(launches) == 1 else 0.0
+
+
+def _ending(line: Lineage, status: RunStatus, last_seen: float | None) -> float:
+    """What a finished run took from its last step until its processes were gone."""
+    if status is not RunStatus.FINISHED or line.trained_until is None or last_seen is None:
+        return 0.0
+    took = last_seen - line.trained_until
+    return max(0.0, took) if math.isfinite(took) else 0.0
 
 
 def _step(state: RunState, history: History) -> int | None:

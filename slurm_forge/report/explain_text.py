@@ -9,12 +9,18 @@ from slurm_forge.journal import RunStatus
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.report.consequences import consequences, restart, saves
+from slurm_forge.report.logs import where
+from slurm_forge.report.trouble import is_fault
 
 __all__ = ["explain_text"]
 
 _GAP = "   "
 #: Longer evidence is cut where a whole run is told, not where one attempt is.
 _EVIDENCE = 220
+#: What is shorter than this, in time and as a share of all, is not worth a word in the header.
+_WORTH_TELLING_S = 1.0
+_WORTH_TELLING = 0.001
+_SHOWN_ATTEMPTS = 5
 
 
 def explain_text(
@@ -55,9 +61,23 @@ def _header(story: s.RunStory) -> str:
         )
     if story.goodput is not None and story.elapsed_s is not None:
         parts.append(f"goodput {t.share(story.goodput)}")
-        lost = story.elapsed_s - story.kept_s
-        parts.append(f"lost {t.span(lost)} of {t.span(story.elapsed_s)}")
+        parts.append(f"{_spent(story, story.elapsed_s)}of {t.span(story.elapsed_s)}")
     return _GAP.join(parts)
+
+
+def _spent(story: s.RunStory, elapsed: float) -> str:
+    """Where the rest of the time went: what every run pays apart from what this one lost."""
+    lost = elapsed - story.kept_s - story.startup_s - story.ending_s
+    told = [
+        f"{word} {t.span(seconds)}"
+        for word, seconds in (
+            ("start-up", story.startup_s),
+            ("ending", story.ending_s),
+            ("lost", lost),
+        )
+        if seconds >= max(_WORTH_TELLING_S, _WORTH_TELLING * elapsed)
+    ]
+    return f"{', '.join(told)} " if told else ""
 
 
 def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator[str]:
@@ -66,11 +86,29 @@ def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator
     yield f"What was changed for your science: {'; '.join(science) or 'nothing'}."
     if beside:
         yield f"What was changed beside it: {'; '.join(beside)}."
+    if story.next:
+        yield f"Next: {'; '.join(t.clean(step, 400) for step in story.next)}."
     lessons = [t.clean(lesson, 400) for lesson in story.next_time]
-    yield f"Next time: {'; '.join(lessons) or 'nothing to do'}."
+    if lessons or not story.next:
+        yield f"Next time: {'; '.join(lessons) or 'nothing to do'}."
+    if attempt is None:
+        yield from _details(story, reference)
+
+
+def _details(story: s.RunStory, reference: str) -> Iterator[str]:
+    """The newest attempt in which something went wrong, else in which anything happened."""
     eventful = [a.number for a in story.attempts if any(launch.incidents for launch in a.launches)]
-    if attempt is None and eventful:
-        yield f"Details: slurm-forge explain {t.clean(reference, 300)} --attempt {eventful[-1]}"
+    if not eventful:
+        return
+    faulty = [
+        a.number
+        for a in story.attempts
+        if any(is_fault(incident) for launch in a.launches for incident in launch.incidents)
+    ]
+    chosen = (faulty or eventful)[-1]
+    others = [str(number) for number in eventful if number != chosen][-_SHOWN_ATTEMPTS:]
+    beside = f"   (or {', '.join(others)})" if others else ""
+    yield f"Details: slurm-forge explain {t.clean(reference, 300)} --attempt {chosen}{beside}"
 
 
 class _Teller:
@@ -88,8 +126,18 @@ class _Teller:
         if one.ended is None and over:
             yield f"  ended without a word, last heard of {self._at(one.last_seen)}"
         yield from self._failures(one)
+        yield from self._output(one, silent=one.ended is None and over)
         if self._full:
             yield from (f"  note: {t.clean(note, 400)}" for note in one.notes)
+
+    def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
+        """Where its output lies: needed where something went wrong, and asked for in full."""
+        faults = [i for launch in one.launches for i in launch.incidents if is_fault(i)]
+        if not (faults or silent or self._full):
+            return
+        found = where(one.logs, faults[-1].rank if faults else None)
+        if found:
+            yield f"  output: {t.clean(found, 400)}"
 
     def _head(self, one: s.AttemptStory) -> Iterator[str]:
         yield f"attempt {one.number}"
@@ -113,6 +161,7 @@ class _Teller:
             yield (
                 f"  skipped step {t.steps(skip.first_step, skip.last_step)}, samples "
                 f"{t.steps(skip.first_sample, skip.last_sample)}: the update was not applied"
+                f"{'; undone by going back' if skip.undone else ''}"
             )
         for time, line in sorted(self._moments(launch), key=lambda pair: pair[0]):
             yield f"  {self._at(time)}  {line}"

@@ -14,7 +14,8 @@ class RunFacts:
     """A run directory as it was read at ``now`` (seconds since the epoch).
 
     ``reference`` is what a person types to mean this run on the command line; ``problems`` are
-    sentences about what could not be read.
+    sentences about what could not be read.  ``logs`` are the files that the ranks' output went to,
+    as a person would name them from the current folder; only those that hold something.
     """
 
     name: str
@@ -28,3 +29,4 @@ class RunFacts:
     stop_asked: bool = False
     save_asked: bool = False
     problems: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
@@ -242,7 +242,7 @@ class _Launch:
             checkpoints=tuple(self.checkpoints),
             failed_saves=tuple(self.failed),
             rejected=tuple(self.rejected),
-            skipped=skip_ranges(self.skipped),
+            skipped=self._told_skips(lineage),
             probes=self.probes,
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
@@ -264,6 +264,14 @@ class _Launch:
         wanted = self.agreed.step
         at = [c for c in self.checkpoints if c.step == wanted]
         return at[-1] if at else None
+
+    def _told_skips(self, lineage: Lineage) -> tuple[s.SkipStory, ...]:
+        # By identity: a step that is done again may be skipped again, with the same samples.
+        gone = {id(skip) for skip in lineage.undone}
+        stayed = skip_ranges(skip for skip in self.skipped if id(skip) not in gone)
+        undone = skip_ranges(skip for skip in self.skipped if id(skip) in gone)
+        told = [*stayed, *(replace(one, undone=True) for one in undone)]
+        return tuple(sorted(told, key=lambda one: one.first_step))
 
     def _told_incidents(self) -> tuple[s.IncidentStory, ...]:
         first: dict[str, tuple[float, Decision]] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.report.story import LoggedFigure
 
 __all__ = ["LaunchKey", "Lineage", "trace"]
 
@@ -22,15 +23,20 @@ LaunchKey = tuple[int, int]
 class Lineage:
     """What became of the steps of every launch; ``skipped`` are the skips that stayed.
 
-    ``followed`` holds the launches after which training was begun again.
+    ``undone`` are those that training went back over.  ``followed`` holds the launches after which
+    training was begun again.  ``figures`` are the newest logged ones of steps that stayed, by name.
+    ``trained_until`` is the time of the last step that was seen.
     """
 
     step: int | None = None
+    trained_until: float | None = None
     training_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_steps: dict[LaunchKey, int] = field(default_factory=dict)
     followed: set[LaunchKey] = field(default_factory=set)
     skipped: list[ev.StepSkipped] = field(default_factory=list)
+    undone: list[ev.StepSkipped] = field(default_factory=list)
+    figures: dict[str, LoggedFigure] = field(default_factory=dict)
     inexact: list[ev.Resumed] = field(default_factory=list)
 
 
@@ -94,6 +100,8 @@ def trace(ordered: Iterable[Record]) -> Lineage:
                 line.step = max(event.step, line.step or 0)
                 if isinstance(event, ev.StepSkipped):
                     line.skipped.append(event)
+                elif isinstance(event, ev.Logged):
+                    _log(line, event, record.time)
             case ev.LaunchEnded() if event.step is not None:
                 # A few steps may have come after the last line of progress; when, nobody knows.
                 if segments and segments[-1].key == key:
@@ -103,12 +111,15 @@ def trace(ordered: Iterable[Record]) -> Lineage:
                 line.step = max(event.step, line.step or 0)
             case _:
                 pass
+    line.trained_until = segments[-1].until if segments else None
     return line
 
 
 def _cut_back(line: Lineage, segments: list[_Segment], step: int) -> None:
     """Training goes on from ``step``: what lies beyond it has to be done again."""
+    line.undone += [skip for skip in line.skipped if skip.step > step]
     line.skipped = [skip for skip in line.skipped if skip.step <= step]
+    line.figures = {name: one for name, one in line.figures.items() if one.step <= step}
     while segments and segments[-1].head > step:
         last = segments[-1]
         kept = max(step, last.first)
@@ -119,6 +130,11 @@ def _cut_back(line: Lineage, segments: list[_Segment], step: int) -> None:
         if step > last.first:
             break
         segments.pop()
+
+
+def _log(line: Lineage, event: ev.Logged, time: float) -> None:
+    for name, value in event.values.items():
+        line.figures[name] = LoggedFigure(name=name, value=value, step=event.step, time=time)
 
 
 def _add(sums: dict[LaunchKey, float], key: LaunchKey, seconds: float) -> None:

@@ -10,6 +10,7 @@ from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History
 from slurm_forge.report.story import AttemptStory
 from slurm_forge.report.text import ago, clean, plural, span
+from slurm_forge.report.trouble import Trouble, unmended
 
 __all__ = ["Standing", "standing", "warnings_of"]
 
@@ -23,12 +24,14 @@ _SHOWN_DAMAGE = 5
 class Standing:
     """``status`` for programs, ``words`` for people.
 
-    ``doubtful``: the journal says that it runs, and nothing else does.
+    ``doubtful``: the journal says that it runs, and nothing else does.  ``trouble`` is what went
+    wrong before somebody stopped the run, and is not over by that.
     """
 
     status: RunStatus
     words: str
     doubtful: bool = False
+    trouble: Trouble | None = None
 
 
 def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
@@ -36,7 +39,20 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     newest = history.attempts[-1] if history.attempts else None
     status = RunStatus.FINISHED if facts.done else state.status
     doubtful = status is RunStatus.RUNNING and newest is not None and _is_silent(facts, newest)
-    return Standing(status, _words(facts, state, status, newest), doubtful)
+    words = _words(facts, state, status, newest)
+    if status not in (RunStatus.STOPPED, RunStatus.CANCELLED):
+        return Standing(status, words, doubtful)
+    trouble = unmended(history.attempts)
+    return Standing(status, words + _before_that(trouble), doubtful, trouble)
+
+
+def _before_that(trouble: Trouble | None) -> str:
+    if trouble is None:
+        return ""
+    incident = trouble.incident
+    seen = "; ".join(f"{clean(e.source, 60)}: {clean(e.text, 160)}" for e in incident.evidence[:1])
+    told = f": {seen}" if seen else ""
+    return f"; before that, in attempt {trouble.attempt}, {clean(incident.cause, 40)}{told}"
 
 
 def _is_silent(facts: RunFacts, newest: AttemptStory) -> bool:

@@ -10,7 +10,7 @@ from slurm_forge.report.advice import next_steps
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
 from slurm_forge.report.standing import standing, warnings_of
-from slurm_forge.report.story import CheckpointStory
+from slurm_forge.report.story import CheckpointStory, LoggedFigure
 from slurm_forge.report.text import clean
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -46,8 +46,8 @@ class Status:
 
     ``status`` is one of new, submitted, running, requeued, held, stopped, cancelled, finished;
     ``words`` says it in a sentence.  ``plan`` is None while it changes nothing.  ``open`` is what
-    has been asked and not yet done; ``next`` is what a person can do.  Times are seconds since the
-    epoch; None is unknown.
+    has been asked and not yet done; ``next`` is what a person can do; ``logged`` is the newest of
+    every figure that ``run.log`` was given.  Times are seconds since the epoch; None is unknown.
     """
 
     run: str
@@ -68,6 +68,7 @@ class Status:
     open: tuple[str, ...]
     next: tuple[str, ...]
     warnings: tuple[str, ...]
+    logged: tuple[LoggedFigure, ...] = ()
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -100,6 +101,8 @@ def take_status(facts: RunFacts) -> Status:
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
         warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
+        # The freshest first: what is logged at every step before what is logged now and then.
+        logged=tuple(sorted(history.lineage.figures.values(), key=lambda one: -one.step)),
     )
 
 

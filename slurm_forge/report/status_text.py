@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from datetime import tzinfo
 
 from slurm_forge.report import text as t
+from slurm_forge.report.changes import back_to_schedule
 from slurm_forge.report.status import PlanInForce, Status
+from slurm_forge.report.story import LoggedFigure
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["status_text"]
+__all__ = ["figures", "status_text"]
+
+_SHOWN_FIGURES = 8
 
 
 def status_text(status: Status, *, zone: tzinfo | None = None) -> str:
@@ -27,11 +32,13 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
         yield "attempt", _attempt(status)
     if status.step is not None:
         yield "step", _step(status)
+    if status.logged:
+        yield "logged", figures(status.logged)
     yield "checkpoint", _checkpoint(status, zone)
     if status.last_seen_age_s is not None and status.status == "running":
         yield "last heard", f"{t.span(status.last_seen_age_s)} ago"
     if status.plan is not None:
-        yield "changed", _plan(status.plan)
+        yield "changed", _plan(status.plan, status.total_steps)
     for label, lines in (
         ("open", status.open),
         ("warning", status.warnings),
@@ -39,6 +46,16 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     ):
         for line in lines:
             yield label, t.clean(line, 500)
+
+
+def figures(logged: tuple[LoggedFigure, ...]) -> str:
+    """``loss 2.314, acc 0.41 (step 395); val_loss 2.4 (step 300)``, the first few."""
+    by_step: dict[int, list[str]] = {}
+    for one in logged[:_SHOWN_FIGURES]:
+        by_step.setdefault(one.step, []).append(f"{t.clean(one.name, 40)} {one.value:.4g}")
+    told = "; ".join(f"{', '.join(all_)} (step {t.number(at)})" for at, all_ in by_step.items())
+    more = len(logged) - _SHOWN_FIGURES
+    return told if more <= 0 else f"{told}; {t.number(more)} more"
 
 
 def _attempt(status: Status) -> str:
@@ -56,7 +73,9 @@ def _step(status: Status) -> str:
     step, total = status.step or 0, status.total_steps
     if not total:
         return t.number(step)
-    return f"{t.number(step)} of {t.number(total)} ({t.share(min(1.0, step / total))})"
+    # Beyond what the job file says, a share of it would be nonsense.
+    share = f" ({t.share(step / total)})" if step <= total else ""
+    return f"{t.number(step)} of {t.number(total)}{share}"
 
 
 def _checkpoint(status: Status, zone: tzinfo | None) -> str:
@@ -67,11 +86,15 @@ def _checkpoint(status: Status, zone: tzinfo | None) -> str:
     return f"step {t.number(last.step)}, {when}   {t.clean(last.name, 80)}"
 
 
-def _plan(plan: PlanInForce) -> str:
+def _plan(plan: PlanInForce, total_steps: int | None) -> str:
     parts = []
     if plan.lr_scale != 1.0:
-        back = plan.lr_from_step + plan.lr_ramp_steps
-        until = f", back by step {t.number(back)}" if plan.lr_ramp_steps > 0 else ""
+        ramp = RecoveryPlan(
+            lr_factor=plan.lr_factor,
+            lr_from_step=plan.lr_from_step,
+            lr_ramp_steps=plan.lr_ramp_steps,
+        )
+        until = back_to_schedule(ramp, total_steps)
         parts.append(f"learning rate {plan.lr_scale:.3g} of its schedule{until}")
     if plan.micro_batch is not None:
         parts.append(f"micro-batch {t.number(plan.micro_batch)} (global batch unchanged)")

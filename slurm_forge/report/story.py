@@ -18,6 +18,7 @@ __all__ = [
     "IncidentStory",
     "LateProbe",
     "LaunchStory",
+    "LoggedFigure",
     "NoticeStory",
     "Observation",
     "ParameterChange",
@@ -122,12 +123,16 @@ class RejectedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipStory:
-    """Steps in a row whose update was not applied, and the samples they consumed (inclusive)."""
+    """Steps in a row whose update was not applied, and the samples they consumed (inclusive).
+
+    ``undone``: training went back to before them, so that they are no part of the result.
+    """
 
     first_step: int
     last_step: int
     first_sample: int
     last_sample: int
+    undone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,16 @@ class LateProbe:
     step: int
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedFigure:
+    """The newest value that ``run.log`` was given under a name."""
+
+    name: str
+    value: float
+    step: int
+    time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +220,7 @@ class AttemptStory:
 
     ``waited_s`` is the time before it: since the end of the attempt before, or since it was
     submitted.  ``outcome`` is what it left the run as, empty while it runs or where it went
-    without a word.
+    without a word.  ``logs`` are the files that hold its output, named from the current folder.
     """
 
     number: int
@@ -221,6 +236,7 @@ class AttemptStory:
     launches: tuple[LaunchStory, ...]
     comebacks: tuple[ComebackStory, ...]
     notes: tuple[str, ...]
+    logs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +267,9 @@ class RunStory:
 
     ``goodput`` is ``kept_s`` (time spent on steps that stayed) over ``elapsed_s`` (since the first
     start, until now or until the run came to rest).  ``training_s`` counts repeated steps too.
+    ``startup_s`` is what the very first launch took until it trained, ``ending_s`` what a finished
+    run took after its last step: no run is spared these.
+    ``next`` is what a person can do now, ``next_time`` what would make another run smoother.
     ``warnings`` are about the journal itself: damaged lines, files that could not be read.
     """
 
@@ -271,8 +290,11 @@ class RunStory:
     repeated_s: float
     repeated_steps: int
     goodput: float | None
+    startup_s: float
+    ending_s: float
     attempts: tuple[AttemptStory, ...]
     acts: tuple[ActStory, ...]
     changes: tuple[ScienceChange, ...]
+    next: tuple[str, ...]
     next_time: tuple[str, ...]
     warnings: tuple[str, ...]

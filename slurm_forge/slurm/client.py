@@ -290,17 +290,38 @@ class SubprocessSlurm:
                 argv,
                 127,
                 f"{argv[0]} can't be started: {error.strerror or error}",
-                next_step="Load the cluster's Slurm module, or run this on a login node.",
+                next_step=_NO_SLURM,
             ) from None
         if done.returncode is None:
             waited = f"no answer within {timeout.total_seconds():g} s. {done.stderr}"
             raise SlurmUnreachableError(argv, 124, waited.strip(), next_step=_TRY_LATER)
         if is_unreachable(done):
-            raise SlurmUnreachableError(argv, done.returncode, done.stderr, next_step=_TRY_LATER)
+            raise _unreachable(done)
         return done
 
 
 _TRY_LATER = "See whether `scontrol ping` answers, and try again when it does."
+_NO_SLURM = (
+    "On a cluster, load its Slurm module or go to a login node.\n"
+    "  Elsewhere, slurm-forge run trains on this machine, and "
+    "python -m slurm_forge.testing.cluster up starts a Slurm to try things on."
+)
+#: The commands are installed and belong to no cluster.
+_UNCONFIGURED = ("configuration source", "Unable to process configuration file")
+_TOLD_BY = re.compile(r"^(?:\w+: )?(?:error|fatal): ")
+
+
+def _unreachable(done: Completed) -> SlurmUnreachableError:
+    """One line for people, the one that says why; all of Slurm's words stay in ``stderr``."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    telling = [line for line in lines if is_unreachable(replace(done, stderr=line))]
+    why = _TOLD_BY.sub("", (telling or lines or [""])[-1].strip())
+    nobody = any(words in done.stderr for words in _UNCONFIGURED)
+    error = SlurmUnreachableError(
+        done.argv, done.returncode or 0, why, next_step=_NO_SLURM if nobody else _TRY_LATER
+    )
+    error.stderr = done.stderr
+    return error
 
 
 def _accepted(done: Completed) -> Completed:

@@ -10,6 +10,9 @@ import pytest
 
 from slurm_forge.cli import looking
 from slurm_forge.journal import events as ev
+from slurm_forge.launch.presence import present
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import Shell
 from tests.unit.report.journals import Scribe
 
@@ -37,6 +40,13 @@ def test_status_and_explain_for_programs(shell: Shell, scribe: Scribe) -> None:
     assert (status["step"], status["total_steps"], status["status"]) == (50, 400, "running")
     story = json.loads(shell("explain", "tiny-gpt", "--json").stdout)
     assert [attempt["number"] for attempt in story["attempts"]] == [1]
+
+
+def test_the_end_is_where_the_program_says_it_is(shell: Shell, scribe: Scribe) -> None:
+    trained(scribe)
+    scribe.write("rank0", ev.Resumed(step=50, checkpoint=None, world_size=2, until=75))
+    status = json.loads(shell("status", "tiny-gpt", "--json").stdout)
+    assert (status["step"], status["total_steps"]) == (50, 75)
 
 
 @pytest.mark.parametrize("verb", ["status", "explain"])
@@ -150,6 +160,133 @@ def test_following_a_run_at_rest_ends_at_once(shell: Shell, scribe: Scribe) -> N
     assert result.stdout.count("status      finished") == 1
 
 
+def test_following_tells_the_logged_figures_now_and_then(
+    shell: Shell, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(scribe)
+    steps = iter(range(51, 60))
+
+    def later(seconds: float) -> None:
+        """What the run writes while the follower waits."""
+        del seconds
+        step = next(steps, None)
+        if step is None:
+            scribe.finish(60)
+        else:
+            scribe.write("rank0", ev.Logged(step=step, values={"loss": 100.0 - step}))
+
+    monkeypatch.setattr(time, "sleep", later)
+    monkeypatch.setattr(looking, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(looking, "_FIGURES_EVERY_S", 0.0)
+    told = shell("status", "tiny-gpt", "--follow").stdout
+    assert "  loss 49 (step 51)\n" in told
+    assert "  loss 41 (step 59)\n" in told
+
+
+def test_figures_are_not_told_every_second(
+    shell: Shell, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(scribe)
+    steps = iter(range(51, 60))
+
+    def later(seconds: float) -> None:
+        """A second in which the run logs a figure."""
+        del seconds
+        step = next(steps, None)
+        if step is None:
+            scribe.finish(60)
+        else:
+            scribe.write("rank0", ev.Logged(step=step, values={"loss": 1.0 * step}))
+
+    monkeypatch.setattr(time, "sleep", later)
+    told = shell("status", "tiny-gpt", "--follow").stdout
+    assert told.count("loss") == told.count("logged      loss 59 (step 59)\n") == 1
+
+
+def test_what_is_logged_now_and_then_is_not_lost_to_what_is_logged_often(
+    shell: Shell, scribe: Scribe
+) -> None:
+    trained(scribe)
+    scribe.write("rank0", ev.Logged(step=51, values={"loss": 2.0, 'val"x': 3.0}))
+    for step in range(52, 60):
+        scribe.write("rank0", ev.Progress(step=step))
+        scribe.write("rank0", ev.Logged(step=step, values={"loss": 1.0}))
+    told = shell("status", "tiny-gpt").stdout
+    assert 'logged      loss 1 (step 59); val"x 3 (step 51)\n' in told
+
+
+def test_without_a_run_there_is_a_line_for_each(shell: Shell, scribe: Scribe) -> None:
+    trained(scribe)
+    old = Scribe(shell.folder / "runs", "older")
+    old.now = time.time() - 7200
+    old.begin()
+    old.resume(0)
+    old.finish(1234)
+    bad = Scribe(shell.folder / "runs", "bad")
+    bad.begin()
+    next(bad.run.journal.iterdir()).chmod(0o666)
+    Scribe(shell.folder / "runs", "fresh")
+    result = shell("status")
+    assert result.exit_code == 0, result.stderr
+    lines = [line.split("   ") for line in result.stdout.splitlines()]
+    told = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert [line[0] for line in told] == ["tiny-gpt", "older", "bad", "fresh"]
+    assert told[0][1:3] == ["running", "step 50 of 400"]
+    assert told[0][3].endswith(" ago")
+    assert told[1][1:] == ["finished", "step 1 234 of 400", "2 h ago"]
+    assert told[2][1] == "unreadable"
+    assert "can be written by other users" in told[2][2]
+    assert told[3][1:] == ["new"]
+    body = json.loads(shell("status", "--json").stdout)
+    assert [run["run"] for run in body["runs"]] == ["tiny-gpt", "older", "bad", "fresh"]
+    assert list(body) == ["schema", "folder", "runs", "elsewhere"]
+    assert list(body["runs"][0]) == [
+        "run", "path", "status", "words", "job", "step", "total_steps", "age_s",
+    ]  # fmt: skip
+
+
+def test_a_list_of_no_runs(shell: Shell) -> None:
+    result = shell("status")
+    assert result.exit_code == 0
+    assert result.stdout == f"no runs in {shell.folder / 'runs'}\n"
+    assert shell("status", "--follow").exit_code == 2
+
+
+def test_runs_of_submitits_executor_are_found_by_their_name(shell: Shell, scribe: Scribe) -> None:
+    other = Scribe(shell.folder / "logs" / "runs", "train-07b268")
+    other.begin()
+    told = shell("status", "train-07b268")
+    assert told.exit_code == 0, told.stderr
+    assert "slurm-forge requeue ./logs/runs/train-07b268\n" in told.stdout
+    assert "more runs in logs/runs: slurm-forge status --runs logs/runs\n" in shell("status").stdout
+    # Where a folder is named, or two hold that name, nothing is guessed.
+    assert shell("status", "train-07b268", "--runs", "runs").exit_code == 2
+    Scribe(shell.folder / "more" / "runs", "train-07b268")
+    unsure = shell("status", "train-07b268")
+    assert unsure.exit_code == 2
+    assert "lie in FOLDER/runs" in unsure.stderr
+
+
+def test_explain_names_the_files_that_hold_the_output(shell: Shell, scribe: Scribe) -> None:
+    scribe.begin(job="local-77", via="submitit local")
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    scribe.end("hold")
+    (scribe.run.submissions / "77_0_log.err").touch()
+    (scribe.run.submissions / "77_0_log.out").write_text("ValueError\n")
+    told = shell("explain", "tiny-gpt").stdout
+    # The empty one would be no help.
+    assert "  output: runs/tiny-gpt/submissions/77_0_log.out\n" in told
+    assert (shell.folder / "runs/tiny-gpt/submissions/77_0_log.out").is_file()
+
+
+def test_explain_finds_the_output_in_the_folder_of_submitits_executor(shell: Shell) -> None:
+    other = Scribe(shell.folder / "logs" / "runs", "train-07b268")
+    other.begin(job="6", via="submitit forge")
+    (shell.folder / "logs" / "6_0_log.err").write_text("a warning\n")
+    told = shell("explain", "train-07b268", "--attempt", "1").stdout
+    assert "  output: logs/6_0_log.err\n" in told
+
+
 def test_follow_and_json_exclude_each_other(shell: Shell, scribe: Scribe) -> None:
     assert shell("status", "tiny-gpt", "--follow", "--json").exit_code == 2
 
@@ -158,3 +295,31 @@ def test_a_run_that_is_a_file(shell: Shell, tmp_path: Path) -> None:
     result = shell("status", "./train.yaml")
     assert result.exit_code == 2
     assert "holds no run" in result.stderr
+
+
+@pytest.mark.parametrize("words", [("status",), ("status", "--follow")])
+def test_a_run_whose_processes_on_this_machine_are_gone_is_not_said_to_train(
+    shell: Shell, scribe: Scribe, words: tuple[str, ...]
+) -> None:
+    scribe.now = time.time() - 20
+    scribe.begin(job="local-7", via="submitit local")
+    scribe.resume(0)
+    scribe.train(1, 50)
+    with present(scribe.run) as presence:
+        presence.name("local-7")
+        assert "running: training\n" in shell("status", "tiny-gpt").stdout
+    result = shell(*words, "tiny-gpt")
+    assert "status      stopped without a word: none of its processes is left" in result.stdout
+    assert "slurm-forge run with its job file" in result.stdout
+    assert "last heard" not in result.stdout
+
+
+def test_a_run_that_was_started_here_in_another_way_is_not_said_to_be_gone(
+    shell: Shell, scribe: Scribe
+) -> None:
+    with present(scribe.run) as presence:
+        presence.name("local-7")
+    scribe.now = time.time() - 20
+    scribe.begin(job="local-8", via="submitit local")
+    scribe.resume(0)
+    assert "running: training\n" in shell("status", "tiny-gpt").stdout

@@ -21,10 +21,10 @@ class Terminal(io.StringIO):
 def test_without_a_terminal_a_step_is_told_now_and_then() -> None:
     now = [0.0]
     lines: list[str] = []
-    screen = PlainScreen(lines.append, total=2000, clock=lambda: now[0])
+    screen = PlainScreen(lines.append, clock=lambda: now[0])
     for second in range(100):
         now[0] = float(second)
-        screen.step(second * 10)
+        screen.step(second * 10, 2000)
     assert lines == ["step 300 of 2 000", "step 600 of 2 000", "step 900 of 2 000"]
 
 
@@ -32,7 +32,7 @@ def test_a_terminal_gets_a_bar_and_the_lines_as_they_are(tmp_path: Path) -> None
     scribe = Scribe(tmp_path)
     terminal = Terminal()
     gathering = Gathering(scribe.run)
-    with screen_for(terminal, total=gathering.total_steps) as screen:
+    with screen_for(terminal) as screen:
         watcher = Watcher(gathering, screen)
         scribe.begin()
         scribe.resume(0)
@@ -50,7 +50,7 @@ def test_a_step_further_back_is_shown_after_a_rollback(tmp_path: Path) -> None:
     class Steps:
         def line(self, text: str) -> None: ...
 
-        def step(self, step: int) -> None:
+        def step(self, step: int, total: int | None = None) -> None:
             seen.append(step)
 
     scribe.begin()

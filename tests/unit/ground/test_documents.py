@@ -25,6 +25,7 @@ QUOTE_OFF = (
     "off without quotes is a truth value to some readers of YAML and text to others; "
     'write false, or quote it: "off"'
 )
+ALIKE = "indent keys that belong together alike"
 TRAPS = [
     ("a: 48:00:00", 'f.yaml:1: a: 48:00:00 without quotes is a number to base 60 in YAML; quote it: "48:00:00"'),
     ("a: 12:30", 'f.yaml:1: a: 12:30 without quotes is a number to base 60 in YAML; quote it: "12:30"'),
@@ -65,6 +66,13 @@ TRAPS = [
     ("a: 1\n---\nb: 1\n", 'f.yaml:2: a second document begins here; one file holds one ("---")'),
     ("a:\n\t- b", "f.yaml:2: not YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
     ("a: b: c", "f.yaml:1: not YAML: mapping values are not allowed here; quote a value that holds \": \""),
+    ("a: 1\nb: 2: 3", "f.yaml:2: not YAML: mapping values are not allowed here; quote a value that holds \": \""),
+    ("a: 1\n  b: 2", f"f.yaml:2: not YAML: this line is indented further than line 1, which has a value already; {ALIKE}"),
+    ("a:\n  # why\n  b: 1\n\n    c: 2", f"f.yaml:5: not YAML: this line is indented further than line 3, which has a value already; {ALIKE}"),
+    ('a: "x"\n  b: 2', f"f.yaml:2: not YAML: this line is indented further than line 1, which has a value already; {ALIKE}"),
+    ("a:\n- b\n   c: d", f"f.yaml:3: not YAML: this line is indented further than line 2, which has a value already; {ALIKE}"),
+    ("a:\n    b: 1\n  c: 2", f"f.yaml:3: not YAML: the indentation of this line fits none of the lines above; {ALIKE}"),
+    ("  a: 1\nb: 2", f"f.yaml:2: not YAML: the indentation of this line fits none of the lines above; {ALIKE}"),
     ("a: [1,\n2\n", "f.yaml:3: not YAML: expected ',' or ']', but got '<stream end>' (it begins on line 1)"),
     ("a: 1\nb: \x07", "f.yaml:2: not YAML: character 0x7 is not allowed"),
 ]  # fmt: skip
@@ -288,3 +296,21 @@ def test_errors_show_no_control_characters() -> None:
 def test_reading_does_not_depend_on_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("a: 1")
     assert documents.read(os.fspath(tmp_path / "f.yaml")).data == {"a": 1}
+
+
+def test_what_differs_is_told_key_by_key() -> None:
+    old = {
+        "name": "x",
+        "args": {"steps": 400, "lr": 1.0, "gone": True},
+        "setup": ["a"],
+        "none": None,
+    }
+    new = {"name": "x", "args": {"steps": 800, "lr": 1, "new": "\x1b[2J"}, "setup": ["b"]}
+    assert documents.differences(old, new) == (
+        "args.steps: was 400, is 800",
+        "args.lr: was 1.0, is 1",
+        "args.gone: was true, is not given",
+        'args.new: was not given, is "\\u001b[2J"',
+        'setup: was ["a"], is ["b"]',
+    )
+    assert documents.differences(old, old) == ()

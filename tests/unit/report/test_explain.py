@@ -47,7 +47,7 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
     preempted_and_finished(scribe)
     assert told(scribe.facts(after=9999)) == (
         "tiny-gpt   finished   step 400 of 400   2 attempts, 2 launches   "
-        "goodput 79.2 %   lost 18 min of 84 min\n"
+        "goodput 79.2 %   start-up 14 s, lost 17 min of 84 min\n"
         "\n"
         "attempt 1   job 8812301   n[01-04]   Tue 11 Aug 09:03 → 09:20   "
         "waited 3 min in the queue\n"
@@ -151,13 +151,36 @@ def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None
     scribe.train(92, 110)
     text = told(scribe.facts())
     assert "  skipped step 91, samples 2 880-2 911: the update was not applied\n" in text
-    assert "  skipped step 99-101, samples 3 136-3 231: the update was not applied\n" in text
+    assert (
+        "  skipped step 99-101, samples 3 136-3 231: the update was not applied; "
+        "undone by going back\n"
+    ) in text
     assert "    lr_scale 1 → 0.5 · rolled back · relaunched in the allocation · 11 steps" in text
-    # What was rolled back is not part of the result; what was skipped again is.
+    # What was rolled back is not part of the result; what was skipped again is.  All that is listed
+    # above is accounted for: one that counts, four that don't.
     assert (
         "What was changed for your science: learning rate 1 → 0.5 of its schedule from step 90, "
-        "back by step 290; 1 update skipped (step 91), 32 samples without effect.\n"
+        "back by step 290; 1 update skipped (step 91), 32 samples without effect "
+        "(4 more skips undone by going back).\n"
     ) in text
+
+
+def test_a_learning_rate_that_is_not_back_before_the_end_says_how_far_it_comes(
+    scribe: Scribe,
+) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 260)
+    scribe.incident(
+        Cause.NON_FINITE,
+        Action.ROLLBACK,
+        step=260,
+        changes=(Change("lr_scale", "1", "0.5"),),
+        plan=RecoveryPlan(lr_factor=0.5, lr_from_step=250, lr_ramp_steps=200),
+    )
+    told_of = "learning rate 1 → 0.5 of its schedule from step 250, "
+    assert f"{told_of}back up to 0.88 by the end (step 400).\n" in told(scribe.facts())
+    assert f"{told_of}back by step 450.\n" in told(scribe.facts(total=None))
 
 
 def test_memory_and_micro_batch_are_not_science(scribe: Scribe) -> None:
@@ -214,8 +237,9 @@ def test_a_held_run_says_why_and_what_to_do(scribe: Scribe) -> None:
     assert "held: app_error: nothing left to try (relaunch used 1 times)" in text
     assert "rank 0 on n01: ValueError: shapes do not fit   (likely)" in text
     assert (
-        "Next time: correct the error that the evidence shows, then slurm-forge requeue tiny-gpt.\n"
+        "Next: correct the error that the evidence shows, then slurm-forge requeue tiny-gpt.\n"
     ) in text
+    assert "nothing to do" not in text
     # The two hours in which nobody cared are not the run's.
     assert explain(facts).elapsed_s == pytest.approx(14 + 50 + 1)
 
@@ -236,6 +260,103 @@ def test_a_cancelled_run(scribe: Scribe) -> None:
     text = told(scribe.facts())
     assert text.startswith("tiny-gpt   cancelled   ")
     assert "    stopped\n" in text
+    assert "Next: to go on from the start: slurm-forge requeue tiny-gpt.\n" in text
+    assert "Next time" not in text
+
+
+def stopped(scribe: Scribe) -> None:
+    """A person asks for a stop while the run starts."""
+    scribe.incident(
+        Cause.STOP_REQUESTED,
+        Action.STOP,
+        source="STOP",
+        text="the file exists",
+        rung=None,
+        reason="somebody asked the run to stop",
+        confidence=Confidence.CERTAIN,
+    )
+    scribe.end("stop")
+
+
+def test_a_stop_after_a_hold_does_not_hide_what_was_wrong(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, text="ValueError: no group", rung=None)
+    scribe.end("hold")
+    scribe.later(60).begin(job="8812400")
+    stopped(scribe)
+    text = told(scribe.facts())
+    assert (
+        "   stopped: somebody asked the run to stop; before that, in attempt 1, app_error: "
+        "rank 0 on n01: ValueError: no group\n"
+    ) in text
+    assert "Next: correct the error that the evidence shows, then slurm-forge requeue" in text
+    assert "Details: slurm-forge explain tiny-gpt --attempt 1   (or 2)\n" in text
+
+
+def test_what_training_has_got_past_is_not_held_against_a_stopped_run(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.save(10)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, step=20)
+    scribe.relaunch()
+    scribe.resume(10)
+    scribe.train(11, 21)
+    stopped(scribe)
+    text = told(scribe.facts())
+    assert "   stopped: somebody asked the run to stop\n" in text
+    assert "Next: to go on from the last checkpoint: slurm-forge requeue tiny-gpt.\n" in text
+
+
+def test_where_the_output_of_a_failed_launch_lies(scribe: Scribe) -> None:
+    scribe.begin(job="local-77", via="submitit local")
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, rung=None)  # of rank 0
+    scribe.end("hold")
+    local = tuple(f"runs/x/77_{rank}_log.{kind}" for rank in (0, 1) for kind in ("err", "out"))
+    facts = replace(scribe.facts(), logs=("runs/x/770_0_log.err", *local))
+    assert "  output: runs/x/77_0_log.err\n" in told(facts)
+    assert "  output: runs/x/77_0_log.out\n" in told(replace(facts, logs=(local[1],)))
+    # Nothing of its own: the other ranks' is better than nothing.
+    assert "  output: runs/x/77_1_log.err\n" in told(replace(facts, logs=local[2:]))
+    assert "output:" not in told(replace(facts, logs=("runs/x/tiny-gpt-77.out.gz",)))
+
+
+def test_the_output_of_a_batch_job_and_of_ranks_that_nobody_named(scribe: Scribe) -> None:
+    scribe.begin(job="5")
+    scribe.resume(0)
+    scribe.later(60).begin(job="6")
+    batch = ("runs/x/tiny-gpt-5.out", "runs/x/tiny-gpt-15.out")
+    text = told(replace(scribe.facts(), logs=batch))
+    assert "  ended without a word" in text
+    assert text.count("output:") == 1  # the attempt that is alive needs none
+    assert "  output: runs/x/tiny-gpt-5.out\n" in text
+    ranks = tuple(f"logs/5_{rank}_log.err" for rank in range(3))
+    assert "  output: logs/5_*_log.err\n" in told(replace(scribe.facts(), logs=ranks))
+
+
+def test_a_run_that_nothing_happened_to_has_lost_nothing(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 400)
+    scribe.save(400)
+    scribe.finish(400)
+    assert "   goodput 99.6 %   start-up 14 s of 67 min\n" in told(scribe.facts())
+
+
+def test_the_end_of_a_finished_run_is_not_called_lost(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 40)
+    scribe.later(20).finish(40)
+    assert "   start-up 14 s, ending 21 s of 7 min 15 s\n" in told(scribe.facts())
+
+
+def test_a_run_that_starts_has_lost_nothing_yet(scribe: Scribe) -> None:
+    scribe.begin()
+    assert "   start-up 8.0 s of 8.0 s\n" in told(scribe.facts(after=8))
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    scribe.later(8).end("hold")
+    assert "   lost 9.0 s of 9.0 s\n" in told(scribe.facts())
 
 
 def test_a_run_that_is_going_on(scribe: Scribe) -> None:
@@ -250,6 +371,9 @@ def test_a_run_that_is_going_on(scribe: Scribe) -> None:
         "1 checkpoint, the last at step 50, 0.3 s each\n"
     ) in told(facts)
     assert "Details:" not in told(facts)
+    assert "\nNext: nothing to do; to watch it: slurm-forge status tiny-gpt --follow.\n" in told(
+        facts
+    )
 
 
 def test_an_attempt_that_went_without_a_word(scribe: Scribe) -> None:
@@ -319,7 +443,7 @@ def test_a_successor_and_a_requeue_that_slurm_did_not_take(scribe: Scribe) -> No
     assert "scontrol requeue was not taken: Socket timed out" in text
     assert "requeue left open" in text
     assert "   waits for a requeue that Slurm has not taken\n" in text
-    assert "Slurm has not taken the requeue: slurm-forge reconcile tiny-gpt" in text
+    assert "requeue that Slurm has not taken: slurm-forge reconcile tiny-gpt" in text
 
 
 def test_a_stop_whose_save_came_too_late(scribe: Scribe) -> None:
@@ -441,7 +565,8 @@ def test_a_run_that_is_just_stopping_is_not_blamed_for_a_late_save(scribe: Scrib
     scribe.write("supervisor", ev.NoticeSeen(what="SIGTERM", source="rank 0"))
     scribe.write("supervisor", ev.StopAgreed(step=3, seconds=0.01))
     text = told(scribe.facts())
-    assert "Next time: nothing to do.\n" in text
+    assert "Next: nothing to do; " in text
+    assert "more time" not in text
     assert "not committed" not in text
 
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_forge.journal import events as ev
 from slurm_forge.report.encoding import to_json
 from slurm_forge.report.explain import explain
 from slurm_forge.report.status import take_status
@@ -17,15 +18,16 @@ from tests.unit.report.journals import Scribe
 
 STATUS = (
     "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
-    "last_seen_age_s checkpoint plan open next warnings"
+    "last_seen_age_s checkpoint plan open next warnings logged"
 )
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "
-    "elapsed_s training_s kept_s repeated_s repeated_steps goodput attempts acts changes next_time "
-    "warnings"
+    "elapsed_s training_s kept_s repeated_s repeated_steps goodput startup_s ending_s attempts "
+    "acts changes next next_time warnings"
 )
 ATTEMPT = (
-    "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes"
+    "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes "
+    "logs"
 )
 LAUNCH = (
     "number started ended last_seen outcome world_size nodes step resumes training_s "
@@ -42,6 +44,7 @@ def a_run(folder: Path) -> Scribe:
     scribe.later(5).begin()
     scribe.resume(0)
     scribe.train(1, 20)
+    scribe.write("rank0", ev.Logged(step=20, values={"loss": 2.5}))
     scribe.save(20)
     scribe.skip(21)
     changes = (Change("micro_batch", "8", "4"),)
@@ -55,6 +58,9 @@ def a_run(folder: Path) -> Scribe:
 def test_the_keys_of_status(tmp_path: Path) -> None:
     body = json.loads(to_json(take_status(a_run(tmp_path).facts())))
     assert " ".join(body) == STATUS
+    (logged,) = body["logged"]
+    assert {"name": "loss", "value": 2.5, "step": 20}.items() <= logged.items()
+    assert list(logged) == ["name", "value", "step", "time"]
     assert list(body["checkpoint"]) == ["name", "step", "time", "age_s"]
     assert " ".join(body["plan"]) == (
         "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes"
@@ -73,7 +79,13 @@ def test_the_keys_of_explain(tmp_path: Path) -> None:
         {"parameter": "micro_batch", "old": "8", "new": "4"}
     ]
     assert launch["skipped"] == [
-        {"first_step": 21, "last_step": 21, "first_sample": 640, "last_sample": 671}
+        {
+            "first_step": 21,
+            "last_step": 21,
+            "first_sample": 640,
+            "last_sample": 671,
+            "undone": True,
+        }
     ]
     assert list(body["changes"][0]) == ["parameter", "text", "science"]
 

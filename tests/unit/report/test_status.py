@@ -47,7 +47,7 @@ def test_a_run_in_training(scribe: Scribe) -> None:
         "step": "100 of 400 (25.0 %)",
         "checkpoint": "step 50, 8 min 24 s ago (09:09:34)   step-00000050.a1.l1-00000000",
         "last heard": "4.0 s ago",
-        "next": "nothing to do",
+        "next": "nothing to do; to watch it: slurm-forge status tiny-gpt --follow",
     }
 
 
@@ -187,6 +187,67 @@ def test_problems_of_reading_are_warnings(scribe: Scribe) -> None:
         name="x", path="/x", reference="x", now=0.0, problems=("run.yaml can't be read\x1b[2J",)
     )
     assert screen(facts)["warning"] == "run.yaml can't be read?[2J"
+
+
+def test_a_step_beyond_the_total_is_no_percentage(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 60)
+    assert screen(scribe.facts(total=50))["step"] == "60 of 50"
+
+
+def test_the_newest_of_every_logged_figure_is_shown(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("rank0", ev.Logged(step=10, values={"loss": 3.0, "val_loss": 3.25}))
+    scribe.later(5).write("rank0", ev.Logged(step=11, values={"loss": 2.0, "acc\x1b": 0.123456}))
+    assert screen(scribe.facts())["logged"] == (
+        "loss 2, acc? 0.1235 (step 11); val_loss 3.25 (step 10)"
+    )
+
+
+def test_figures_of_steps_that_were_undone_are_not_shown(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("rank0", ev.Logged(step=10, values={"loss": 3.0}))
+    scribe.save(20)
+    scribe.write("rank0", ev.Logged(step=30, values={"val_loss": 9.0}))
+    scribe.incident(Cause.NON_FINITE, Action.ROLLBACK, step=30)
+    scribe.relaunch()
+    scribe.resume(20)
+    assert screen(scribe.facts())["logged"] == "loss 3 (step 10)"
+
+
+def test_many_figures_stay_one_line(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.write("rank0", ev.Logged(step=1, values={f"m{n}": 1.0 for n in range(12)}))
+    assert screen(scribe.facts())["logged"].endswith("m7 1 (step 1); 4 more")
+
+
+def test_a_stopped_run_still_shows_what_was_wrong_before(scribe: Scribe) -> None:
+    scribe.begin(job="local-12", via="submitit local")
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, text="ValueError: x", rung=None)
+    scribe.end("hold")
+    scribe.later(9).begin(job="local-13", via="submitit local")
+    scribe.incident(Cause.STOP_REQUESTED, Action.STOP, rung=None, reason="somebody asked")
+    scribe.end("stop")
+    shown = screen(scribe.facts())
+    assert shown["status"] == (
+        "stopped: somebody asked; before that, in attempt 1, app_error: "
+        "rank 0 on n01: ValueError: x"
+    )
+    assert shown["next"] == (
+        "see what went wrong before: slurm-forge explain tiny-gpt | "
+        "then, to go on from the start: slurm-forge run with its job file"
+    )
+
+
+def test_a_run_that_is_asked_to_stop_says_how_to_go_on_later(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.run.stop_file.touch()
+    assert screen(scribe.facts())["next"].endswith("later, to go on: slurm-forge requeue tiny-gpt")
 
 
 def test_an_unknown_total_is_no_percentage(scribe: Scribe) -> None:

@@ -123,9 +123,36 @@ def test_a_command_that_never_comes_back_is_unreachable() -> None:
 
 def test_without_slurm_installed_the_user_is_told_what_to_do() -> None:
     slurm = SubprocessSlurm(environment={"PATH": "/nonexistent"})
-    with pytest.raises(SlurmUnreachableError, match="Load the cluster's Slurm module") as failure:
+    with pytest.raises(SlurmUnreachableError, match="load its Slurm module") as failure:
         slurm.show_config()
     assert "scontrol can't be started" in str(failure.value)
+    assert "slurm-forge run trains on this machine" in failure.value.next_step
+    assert "python -m slurm_forge.testing.cluster up" in failure.value.next_step
+
+
+# Slurm 22.05.8 on a machine that has its packages and belongs to no cluster, recorded.
+NO_CLUSTER = (
+    "scontrol: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+    "scontrol: error: fetch_config: DNS SRV lookup failed\n"
+    "scontrol: error: _establish_config_source: failed to fetch config\n"
+    "scontrol: fatal: Could not establish a configuration source\n"
+)
+
+
+def test_slurm_without_a_cluster_is_one_line_and_what_to_do_without_one() -> None:
+    with pytest.raises(SlurmUnreachableError) as failure:
+        client(Script(err=NO_CLUSTER, returncode=1)).show_config()
+    first, *rest = str(failure.value).splitlines()
+    assert first == "scontrol failed with exit status 1: Could not establish a configuration source"
+    assert "slurm-forge run trains on this machine" in "\n".join(rest)
+    assert failure.value.stderr == NO_CLUSTER  # nothing is lost to a program
+
+
+def test_a_controller_that_is_away_is_asked_again_later() -> None:
+    words = f"slurm_load_ctl_conf error: {DOWN}"
+    with pytest.raises(SlurmUnreachableError, match=r"try again when it does") as failure:
+        client(Script(err=words, returncode=1)).show_config()
+    assert "slurm-forge run" not in failure.value.next_step
 
 
 def test_a_refusal_keeps_slurms_words() -> None:
