@@ -18,6 +18,7 @@ _NONCE = "SLURM_FORGE_NONCE"
 _ATTEMPT = "SLURM_FORGE_ATTEMPT"
 _LAUNCH = "SLURM_FORGE_LAUNCH"
 _STARTED = "SLURM_FORGE_STARTED"
+_LIFELINE = "SLURM_FORGE_LIFELINE"
 _SITE = "SLURM_FORGE_SITE"
 _RUNS = "SLURM_FORGE_RUNS"
 
@@ -27,7 +28,7 @@ class Knobs:
     """What the supervisor tells its ranks, and what a user may set.
 
     ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
-    epoch).
+    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.
     """
 
     channel: str | None = None
@@ -35,6 +36,7 @@ class Knobs:
     attempt: int = 0
     launch: int = 0
     started: float | None = None
+    lifeline: bool = False
     site: str | None = None
     runs: str | None = None
 
@@ -47,6 +49,7 @@ class Knobs:
             attempt=_number(environ, _ATTEMPT, 0),
             launch=_number(environ, _LAUNCH, 0),
             started=_seconds(environ, _STARTED),
+            lifeline=_number(environ, _LIFELINE, 0) == 1,
             site=environ.get(_SITE) or None,
             runs=environ.get(_RUNS) or None,
         )
@@ -59,6 +62,7 @@ class Knobs:
             _ATTEMPT: str(self.attempt),
             _LAUNCH: str(self.launch),
             _STARTED: None if self.started is None else repr(self.started),
+            _LIFELINE: "1" if self.lifeline else None,
             _SITE: self.site,
             _RUNS: self.runs,
         }

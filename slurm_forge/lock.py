@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 from slurm_forge.errors import ForgeError, UnsafeFileError
 from slurm_forge.units import format_duration
 
-__all__ = ["exclusive"]
+__all__ = ["NO_LOCKS", "exclusive"]
 
 #: What flock(2) says where the file system was mounted without it (Lustre's default).
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def exclusive(path: str | os.PathLike[str], timeout: timedelta) -> Iterator[bool
                 f"{os.fspath(path)} is a symbolic link",
                 next_step="Remove it after a look at where it points, and try again.",
             ) from None
-        if code not in _NO_LOCKS:
+        if code not in NO_LOCKS:
             raise
         yield False
         return

@@ -33,39 +33,65 @@ def run(
 ) -> None:
     """Train on this machine until the run is finished.
 
-    A run that was begun with the same job goes on.  Exit status 0: it is finished.
-    1: it was held, stopped or failed, and explain says why.
+    A run that was begun with the same job goes on.  Ctrl-C (or SIGTERM) lets it save at
+    its next step and stop; once more ends it at once.  Exit status 0: it is finished.
+    1: it was held, stopped or failed, and explain says why.  130, 143: ended by a signal.
 
     Example:  slurm-forge run train.yaml --ranks 2
     """
     from slurm_forge.cli.failing import INTERRUPTED
     from slurm_forge.cli.places import reference
+    from slurm_forge.launch.local import ENDED_BY_SIGNAL
 
     found, file = _prepared(job, runs)
     if found.is_done():
-        if not json:
-            typer.echo(f"{found.name} is finished already.")
-        _tell(found, as_json=json)
+        if json:
+            _tell(found, as_json=True)
+        else:
+            how = f"slurm-forge explain {reference(found)}"
+            typer.echo(f"{found.name} is finished already.   how it went: {how}")
         return
+    count = ranks or file.job.resources.tasks_per_node
     try:
-        count = ranks or file.job.resources.tasks_per_node
         code = _unwatched(found, file, count) if json else _watched(found, file, count)
-    except KeyboardInterrupt:
-        where = reference(found)
-        typer.echo(f"\ninterrupted.   see: slurm-forge status {where}", err=True)
+    except KeyboardInterrupt:  # before it listened for it
+        typer.echo(f"\ninterrupted.   see: slurm-forge status {reference(found)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    if not json:
-        typer.echo("")
-    _tell(found, as_json=json)
+    stopped = code > ENDED_BY_SIGNAL and _stopped(found, again=_typed(job, ranks, runs))
+    if json or not stopped:
+        if not json:
+            typer.echo("")
+        _tell(found, as_json=json)
     raise typer.Exit(code)
+
+
+def _stopped(found: RunDirectory, *, again: str) -> bool:
+    """After a signal: where the run stands and how it goes on; False where there is more to it."""
+    from slurm_forge.journal import RunStatus
+    from slurm_forge.launch.submission import run_state
+
+    state = run_state(found)
+    step = state.committed_step
+    where = "no checkpoint yet" if step is None else f"the last checkpoint is of step {step}"
+    typer.echo(f"{found.name}: stopped, {where}.   go on: {again}", err=True)
+    return state.status not in (RunStatus.HELD, RunStatus.FINISHED)
+
+
+def _typed(job: Path, ranks: int | None, runs: Path | None) -> str:
+    """The command that was given."""
+    import shlex
+
+    words = ["slurm-forge", "run", str(job)]
+    words += [] if ranks is None else ["--ranks", str(ranks)]
+    words += [] if runs is None else ["--runs", str(runs)]
+    return shlex.join(words)
 
 
 def _prepared(path: Path, runs: Path | None) -> tuple[RunDirectory, RunFile]:
     """The run of the job file: a new one, or the one that was begun with the same job."""
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.cli.preparing import check, make
-    from slurm_forge.errors import ConfigError
-    from slurm_forge.launch.submission import untouched
+    from slurm_forge.launch.submission import refuse_other_job, untouched
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.detection import GENERIC
     from slurm_forge.spec.run_file import read_run_file
@@ -78,26 +104,8 @@ def _prepared(path: Path, runs: Path | None) -> tuple[RunDirectory, RunFile]:
     if not found.spec_file.is_file() or untouched(found):
         return make(checked, runs=folder, site=site_places().load(GENERIC).site)
     file = read_run_file(found.spec_file)
-    if file.job != checked.job:
-        raise ConfigError(
-            f"the run {found.path} was begun with another job than this file now says",
-            path=path,
-            next_step="Choose another name in the job file; a run keeps what it was begun with.",
-        )
-    if not found.is_done():
-        _ask_again(found)
+    refuse_other_job(found, file.job, checked.job, path)
     return found, file
-
-
-def _ask_again(found: RunDirectory) -> None:
-    """A person wants it to go on: an old request to stop does not count any more."""
-    import getpass
-
-    from slurm_forge.journal.events import UserAsked
-    from slurm_forge.launch.submission import note
-
-    found.stop_file.unlink(missing_ok=True)
-    note(found, UserAsked(verb="run", user=getpass.getuser()))
 
 
 def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:
@@ -107,9 +115,11 @@ def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:
 
     gathering = Gathering(found)
     gathering.look()  # what happened before today is for explain
-    with screen_for(sys.stdout, total=gathering.total_steps) as screen:
+    with screen_for(sys.stdout) as screen:
         watcher = Watcher(gathering, screen)
-        code = run_locally(found, file, ranks, lambda state: watcher.look())
+        code = run_locally(
+            found, file, ranks, lambda state: watcher.look(), say=screen.line, again=True
+        )
         watcher.look()
     return code
 
@@ -117,7 +127,10 @@ def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:
 def _unwatched(found: RunDirectory, file: RunFile, ranks: int) -> int:
     from slurm_forge.launch.local import run_locally
 
-    return run_locally(found, file, ranks, lambda state: None)
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    return run_locally(found, file, ranks, lambda state: None, say=say, again=True)
 
 
 def _tell(found: RunDirectory, *, as_json: bool) -> None:

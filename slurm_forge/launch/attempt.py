@@ -29,8 +29,10 @@ from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.decision import Action, Decision
 
-__all__ = ["RELAUNCHING", "REQUEUEING", "Attempt", "Refusal", "begin"]
+__all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
 
+#: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
+TAKEN_OVER = "taken over"
 #: Statuses in which a start that nobody asked for does nothing.
 _AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED})
 
@@ -83,7 +85,10 @@ class Attempt:
         self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes))
 
     def conclude(self, facts: LaunchFacts) -> Decision | None:
-        """Journal how the launch ended; the decision, or None when the run is finished."""
+        """Journal how the launch ended; the decision, or None when the run is finished.
+
+        ``FencedError`` if another attempt has taken over: then it is not ours to judge.
+        """
         if facts.finished:
             step = facts.step or 0
             self.journal.write(LaunchEnded(outcome="finished", step=facts.step))
@@ -91,6 +96,7 @@ class Attempt:
             self.run.mark_done(step, self.claim.attempt)
             self.journal.write(Finished(step=step))
             return None
+        self.fence()
         incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
         policy = self.file.job.recovery
         full = self._cannot_write(

@@ -43,7 +43,10 @@ _LAST_QUERY_S = 3.0
 
 
 class Conductor:
-    """Watches one launch until it is over.  ``signal`` may be called from any thread."""
+    """Watches one launch until it is over.
+
+    ``signal`` and ``stop`` may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Conductor:
         self._clock = clock
         self._now = now
         self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seen = Seen()
         self._next_files = 0.0
         self._next_save = clock() + _seconds(timing.save_every)
@@ -78,6 +82,10 @@ class Conductor:
     def signal(self, name: str) -> None:
         """The batch step itself got a signal."""
         self._signals.put(name)
+
+    def stop(self, why: str) -> None:
+        """Whoever started the run wants it to save and stop, or is gone."""
+        self._stops.put(why)
 
     def watch(self) -> LaunchFacts:
         """Conduct until the launch is over; what was seen."""
@@ -199,6 +207,10 @@ class Conductor:
                 self._note(NoticeSeen(what=name, source="batch step"))
             self._seen.batch_signals.append(name)
             self._ask_stop(name)
+        with contextlib.suppress(queue.Empty):
+            self._seen.stopped_by = self._stops.get_nowait()
+            self._note(NoticeSeen(what=self._seen.stopped_by, source="starter"))
+            self._ask_stop(self._seen.stopped_by)
         self._take_record(now)
         self._check_files(now)
         self._check_time_limit(now)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from slurm_forge.control import Hub
 from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
-from slurm_forge.launch.attempt import REQUEUEING, Attempt
+from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
+from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.launch.timing import timing
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
@@ -53,14 +54,22 @@ def withdraw(run: RunDirectory, key: str) -> None:
 
 
 def await_rendezvous(
-    run: RunDirectory, key: str, usable: Callable[[Rendezvous], bool], *, wait_s: float = 120.0
+    run: RunDirectory,
+    key: str,
+    usable: Callable[[Rendezvous], bool],
+    *,
+    unwanted: Callable[[], bool] = lambda: False,
+    wait_s: float = 120.0,
 ) -> Rendezvous | None:
-    """What rank 0 published, once ``usable`` says that it is alive; None once the run is done.
+    """What rank 0 published, once ``usable`` says that it is alive; None once the run is done,
+    or ``unwanted``.
 
     A file left by an older attempt names a hub that nobody answers at, or with another nonce.
     """
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
+        if unwanted():
+            return None
         try:
             body = read_json(run.rendezvous(key), _LIMIT)
             found = Rendezvous(str(body["channel"]), str(body["nonce"]), int(body["attempt"]))
@@ -89,12 +98,14 @@ class Embedded:
         slurm: Slurm | None,
         requeue_exit_code: int | None,
         leave: Callable[[int], None] | None = None,
+        lifeline: Lifeline | None = None,
     ) -> None:
         self._attempt = attempt
         self._slurm = slurm
         self._job = job
         self._requeue_exit_code = requeue_exit_code
         self._exit = leave or os._exit
+        self._lifeline = lifeline
         self.hub = Hub(world_size=world_size, nonce=secrets.token_hex(16))
         self._watch = JobWatch(slurm, job)
         self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
@@ -126,11 +137,14 @@ class Embedded:
             save_file=run.save_file,
             launched=None,
         )
+        if self._lifeline is not None:
+            self._lifeline.await_cut(conductor.stop)
         try:
             facts = conductor.watch()
             self._conclude(facts)
         except FencedError as error:
             sys.stderr.write(f"slurm_forge: {error}\n")
+            self._attempt.end(TAKEN_OVER)
             self._leave(0)
         except BaseException as error:
             # A conductor that dies silently would leave every rank waiting for ever.

@@ -2,60 +2,173 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import subprocess
 import time
 from collections.abc import Callable
-
-import submitit
+from datetime import datetime, timezone
 
 from slurm_forge.errors import AlreadyFinishedError
-from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.journal import JournalWriter, RunState, RunStatus
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.lifeline import LifelineHeld
+from slurm_forge.launch.local_executor import LocalSession, end_session, is_over
+from slurm_forge.launch.local_signals import AskedToStop
+from slurm_forge.launch.presence import Presence, present
 from slurm_forge.launch.submission import note, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
-from slurm_forge.run_directory import RunDirectory
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.spec.run_file import RunFile
 
-__all__ = ["run_locally"]
+__all__ = ["ENDED_BY_SIGNAL", "run_locally"]
 
-#: Submitit ends a local job after this time; ours are ended by themselves.
-_A_YEAR_MIN = 60 * 24 * 365
+#: Added to the number of the signal that ended it, as shells do.
+ENDED_BY_SIGNAL = 128
 _LOOK_EVERY_S = 0.25
 _GOES_ON = frozenset({RunStatus.RUNNING, RunStatus.REQUEUED})
 _SILENT_ENDS = 3
 
 
 def run_locally(
-    run: RunDirectory, file: RunFile, ranks: int, progress: Callable[[RunState], None]
+    run: RunDirectory,
+    file: RunFile,
+    ranks: int,
+    progress: Callable[[RunState], None],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    again: bool = False,
 ) -> int:
     """Start (or continue) the run here and wait for its end; 0 once it is finished.
 
-    ``progress`` is called about four times a second with the state.  Submitit starts the tasks of
-    one local job at most six times; a run that needs more is submitted again.
+    ``progress`` is called about four times a second with the state, ``say`` with a line for the
+    person who waits.  Submitit starts the tasks of one local job at most six times; a run that
+    needs more is submitted again.  ``again``: a person wants it, an old STOP doesn't count.
+
+    SIGINT, SIGTERM or SIGHUP let the run save at its next step and stop, a second one ends its
+    processes; the result is then 128 and the signal's number.  If this process goes without a
+    word, the run saves and stops too.  ``RunDirectoryError`` while another process trains it here.
     """
     if run.is_done():
         raise AlreadyFinishedError(
             f"{run.name} is finished",
             next_step="Start a new run under another name to train further.",
         )
-    del file
-    note(run, UserAsked(verb="run", user=getpass.getuser()))
-    executor = submitit.LocalExecutor(folder=run.submissions)
-    executor.update_parameters(tasks_per_node=ranks, timeout_min=_A_YEAR_MIN, nodes=1)
-    while True:
-        before = len(run_state(run).attempts)
-        job = executor.submit(ForgeJob(str(run.path)))
-        note(run, Submitted(job=f"local-{job.job_id}", via=VIA_THIS_MACHINE))
-        while not job.done():
-            progress(run_state(run))
+    with present(run) as presence, AskedToStop() as asked:
+        if again:
+            run.stop_file.unlink(missing_ok=True)
+        note(run, UserAsked(verb="run", user=getpass.getuser()))
+        lifeline = LifelineHeld()
+        try:
+            return _Here(run, file, progress, say, presence, asked, lifeline).train(ranks)
+        finally:
+            lifeline.let_go()
+
+
+class _Here:
+    """Job after job of submitit's, until the run is finished or rests."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        file: RunFile,
+        progress: Callable[[RunState], None],
+        say: Callable[[str], None],
+        presence: Presence,
+        asked: AskedToStop,
+        lifeline: LifelineHeld,
+    ) -> None:
+        self._run = run
+        self._file = file
+        self._progress = progress
+        self._say = say
+        self._presence = presence
+        self._asked = asked
+        self._lifeline = lifeline
+
+    def train(self, ranks: int) -> int:
+        run = self._run
+        kept = self._presence.descriptor
+        session = LocalSession(
+            run.submissions,
+            ranks=ranks,
+            stdin=self._lifeline.reader,
+            kept=() if kept is None else (kept,),
+        )
+        while not self._asked:
+            before = len(run_state(run).attempts)
+            process = session.start(ForgeJob(str(run.path)))
+            job = f"local-{process.pid}"
+            self._presence.name(job)
+            note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
+            self._wait(process)
+            state = run_state(run)
+            ours = len(state.attempts) > before and state.attempts[-1].job == job
+            if self._asked and ours:
+                self._settle(state)
+                state = run_state(run)
+            self._show(state)
+            if run.is_done():
+                return 0
+            if self._asked:
+                break
+            if not ours and len(state.attempts) > before:
+                self._tell(f"{run.name} has been taken over by {state.attempts[-1].job}")
+                return 1
+            if state.status not in _GOES_ON or not ours or _ended_silently(state):
+                return 1
+        return ENDED_BY_SIGNAL + self._asked.number
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Until every process of the job has ended."""
+        stopping = insisted = False
+        while not is_over(process):
+            if self._asked and not stopping:
+                stopping = True
+                self._stop()
+            if self._asked.insists and not insisted:
+                insisted = True
+                self._tell("ending all processes")
+                end_session(process)
+            self._show(run_state(self._run))
             time.sleep(_LOOK_EVERY_S)
-        state = run_state(run)
-        progress(state)
-        if run.is_done():
-            return 0
-        silent = len(state.attempts) == before or _ended_silently(state)
-        if state.status not in _GOES_ON or silent:
-            return 1
+        # A rank that outlived the process that watched over it belongs to nobody any more.
+        end_session(process)
+        process.wait()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):
+            note(self._run, UserAsked(verb="stop", user=getpass.getuser()))
+        self._lifeline.let_go(self._asked.name)
+        self._tell(
+            f"{self._asked.name}: stopping: saving at the next step; once more ends it at once"
+        )
+
+    def _settle(self, state: RunState) -> None:
+        """Nobody of an attempt that was ended at once could still say what had become of it."""
+        attempt, claim = state.attempts[-1], newest_claim(self._run)
+        if attempt.ended is not None or claim is None or claim.attempt != attempt.number:
+            return
+        launch = attempt.launches[-1].number if attempt.launches else 0
+        journal = JournalWriter(self._run, attempt=attempt.number, writer="cli", launch=launch)
+        ended = Attempt(self._run, self._file, claim, journal, launch)
+        why = f"{self._asked.name}, and its processes were ended at once"
+        ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
+        ended.end("stop")
+
+    def _show(self, state: RunState) -> None:
+        with self._ear():
+            self._progress(state)
+
+    def _tell(self, text: str) -> None:
+        with self._ear():
+            self._say(text)
+
+    def _ear(self) -> contextlib.AbstractContextManager[None]:
+        """After a hangup nobody can be told anything, and the run is to be saved all the same."""
+        return contextlib.suppress(OSError) if self._asked else contextlib.nullcontext()
 
 
 def _ended_silently(state: RunState) -> bool:

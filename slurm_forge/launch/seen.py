@@ -50,6 +50,7 @@ class Seen:
     save_request: int | None = None
     save_step: int = 0
     stop_file: bool = False
+    stopped_by: str = ""
     due_time_limit: bool = False
     deadline_passed: bool = False
     ending_since: float | None = None
@@ -102,6 +103,7 @@ class Seen:
             job_now=job_now,
             lead=lead,
             stop_file=self.stop_file,
+            stopped_by=self.stopped_by,
             due_time_limit=self.due_time_limit,
             deadline_passed=self.deadline_passed,
             rank_signals=tuple(dict.fromkeys(self.rank_signals)),

@@ -26,6 +26,7 @@ from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import Refusal, begin
 from slurm_forge.launch.embedded import Embedded, Rendezvous, await_rendezvous, withdraw
+from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import SubprocessSlurm
@@ -66,7 +67,8 @@ class ForgeJob:
             )
             return _ended(run, worker, result)
         if not _in_process(os.environ):
-            return _Stock(run, worker, place, in_process=False).be_a_rank()
+            lifeline = Lifeline.of_standard_input() if knobs.lifeline else None
+            return _Stock(run, worker, place, lifeline=lifeline).be_a_rank()
         # Whatever surrounds the user's process (an interactive job, say) is not the run's.
         with _signals_given_back():
             return _Stock(run, worker, worker.place_from_environ({}), in_process=True).be_a_rank()
@@ -79,17 +81,27 @@ class ForgeJob:
 class _Stock:
     """A task under a stock executor, or (``in_process``) the user's own process."""
 
-    def __init__(self, run: RunDirectory, worker: Any, place: Any, *, in_process: bool) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        worker: Any,
+        place: Any,
+        *,
+        in_process: bool = False,
+        lifeline: Lifeline | None = None,
+    ) -> None:
         self._run = run
         self._worker = worker
         self._place = place
         self._key = f"{place.job}-{place.restart_count}"
         self._in_process = in_process
+        self._lifeline = lifeline
 
     def be_a_rank(self) -> str:
         if self._place.rank == 0:
             return self._host()
-        found = await_rendezvous(self._run, self._key, _answers)
+        unwanted = (lambda: False) if self._lifeline is None else self._lifeline.is_cut
+        found = await_rendezvous(self._run, self._key, _answers, unwanted=unwanted)
         if found is None:
             return _summary(self._run)
         result = self._worker.run_rank(
@@ -120,6 +132,7 @@ class _Stock:
             slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
             requeue_exit_code=None if in_slurm else _LOCAL_REQUEUE,
             leave=_raise_in_main if self._in_process else None,
+            lifeline=self._lifeline,
         )
         embedded.start()
         embedded.rendezvous.publish(self._run, self._key)

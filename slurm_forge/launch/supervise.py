@@ -24,6 +24,7 @@ from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
     RELAUNCHING,
     REQUEUEING,
+    TAKEN_OVER,
     Attempt,
     Refusal,
     begin,
@@ -101,6 +102,7 @@ def supervise(
         return _Supervisor(begun, payload, environment, variables, watch, ladder, current).run()
     except FencedError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
+        begun.end(TAKEN_OVER)
         return 0
     finally:
         watch.close()

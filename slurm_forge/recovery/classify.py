@@ -67,6 +67,8 @@ class LaunchFacts:
     job_now: JobRecord | None = None
     lead: timedelta = timedelta(0)
     stop_file: bool = False
+    #: What the starter of the run was told to stop by, where not by the file STOP.
+    stopped_by: str = ""
     due_time_limit: bool = False
     deadline_passed: bool = False
     rank_signals: tuple[str, ...] = ()
@@ -131,6 +133,9 @@ def _first_failure(facts: LaunchFacts) -> RankFailure | None:
 def _cause(facts: LaunchFacts) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     if facts.stop_file:
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (Evidence("STOP", "the file exists"),)
+    if facts.stopped_by:
+        words = Evidence("starter", facts.stopped_by)
+        return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
     asked = facts.rank_signals or facts.batch_signals or facts.due_time_limit
     if asked:
         from_slurm = _from_slurm(facts)

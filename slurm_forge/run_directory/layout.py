@@ -90,6 +90,11 @@ class RunDirectory:
         """Exists once the run is finished; whoever starts it again exits 0 at once."""
         return self.path / "DONE"
 
+    @property
+    def local_lock(self) -> Path:
+        """Held by whoever trains the run without Slurm, on the machine that does it."""
+        return self.attempts / "local.lock"
+
     def attempt(self, number: int) -> Path:
         """The folder of one attempt: logs, stacks, last words."""
         return self.attempts / str(number)

@@ -54,7 +54,8 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        if not dist.is_initialized():  # by the attempt before, where that ran in this process
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return Groups()
     store = PrefixStore(nonce, _store(member, rank, world_size, wait))
     dist.init_process_group(

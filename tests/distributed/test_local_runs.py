@@ -244,7 +244,7 @@ def test_an_error_of_the_program_climbs_its_ladder_and_then_the_run_is_held(
     run = here(tmp_path, ranks=1, args=args, recovery={"app_error": ladder})
     state = run_state(run)
     assert state.status is RunStatus.HELD
-    assert "nothing left to try" in state.reason
+    assert "the same error at the same step" in state.reason
     assert incidents(state) == [(Cause.APP_ERROR, Action.REQUEUE), (Cause.APP_ERROR, Action.HOLD)]
     words = state.attempts[1].incidents[0][1].evidence[0].text
     assert "a fault on purpose at step 6" in words

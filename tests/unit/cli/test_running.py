@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
 
 import pytest
@@ -28,10 +30,18 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], list[int]]:
         given: list[int] = []
 
         def run_locally(
-            run: RunDirectory, file: RunFile, ranks: int, progress: Callable[[RunState], None]
+            run: RunDirectory,
+            file: RunFile,
+            ranks: int,
+            progress: Callable[[RunState], None],
+            *,
+            say: Callable[[str], None],
+            again: bool,
         ) -> int:
             del file
+            assert again, "a person asks for it"
             given.append(ranks)
+            say("a line from below")
             return trainer(Scribe(run.path.parent, run.name), lambda: progress(RunState()))
 
         monkeypatch.setattr(local, "run_locally", run_locally)
@@ -60,7 +70,8 @@ def test_what_happens_is_told_as_it_happens_and_explained_at_the_end(
     assert result.exit_code == 0, result.output
     assert given == [2]
     lines = [line.partition("  ")[2] for line in result.stdout.split("\n\n")[0].splitlines()]
-    assert lines == [
+    assert result.stdout.startswith("a line from below\n")
+    assert lines[1:] == [
         "attempt 1, job local-1 on here",
         "training from the start on 8 ranks",
         "skipped the update of step 1 (samples 0-31)",
@@ -108,7 +119,6 @@ def test_a_run_goes_on_and_tells_only_what_is_new(
         return 1
 
     def goes_on(scribe: Scribe, look: Callable[[], None]) -> int:
-        assert not scribe.run.stop_file.exists()
         scribe.later(60).begin(job="local-2", via="submitit local")
         scribe.resume(3)
         scribe.finish(10)
@@ -116,7 +126,6 @@ def test_a_run_goes_on_and_tells_only_what_is_new(
 
     trains(stops)
     assert shell("run", "train.yaml").exit_code == 1
-    shell("stop", "tiny-gpt")
     trains(goes_on)
     result = shell("run", "train.yaml")
     assert result.exit_code == 0, result.output
@@ -149,7 +158,8 @@ def test_a_finished_run_is_not_started_again(
     shell("run", "train.yaml")
     result = shell("run", "train.yaml")
     assert result.exit_code == 0
-    assert result.stdout.startswith("tiny-gpt is finished already.\n")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("tiny-gpt is finished already.   how it went: slurm-forge explain ")
     assert len(given) == 1
 
 
@@ -165,6 +175,38 @@ def test_an_interrupt_is_130_and_names_the_way_back(
     assert "slurm-forge status tiny-gpt" in result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--ranks", "2", "--runs", "my runs")])
+def test_a_run_ended_by_a_signal_says_where_it_stands_and_how_it_goes_on(
+    shell: Shell, trains: Callable[[Trainer], list[int]], options: tuple[str, ...]
+) -> None:
+    def terminated(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin(job="local-1", via="submitit local")
+        scribe.resume(0)
+        scribe.train(1, 7)
+        scribe.save(7, reason="stop")
+        scribe.incident(Cause.STOP_REQUESTED, Action.STOP, text="SIGTERM", rung=None)
+        scribe.end("stop")
+        return 143
+
+    trains(terminated)
+    result = shell("run", "train.yaml", *options)
+    assert result.exit_code == 143
+    again = shlex.join(["slurm-forge", "run", "train.yaml", *options])
+    assert result.stderr == (
+        f"tiny-gpt: stopped, the last checkpoint is of step 7.   go on: {again}\n"
+    )
+    assert "attempt 1   " not in result.stdout, "explained at length"
+
+
+def test_a_run_ended_by_a_signal_before_anything_was_saved_says_that(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    trains(lambda scribe, look: 130)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 130
+    assert "stopped, no checkpoint yet." in result.stderr
+
+
 def test_an_error_of_ours_is_a_message(
     shell: Shell, trains: Callable[[Trainer], list[int]]
 ) -> None:
@@ -175,6 +217,15 @@ def test_an_error_of_ours_is_a_message(
     result = shell("run", "train.yaml")
     assert result.exit_code == 2
     assert result.stderr == "it broke ?[2J\n  Do this.\n"
+
+
+def test_for_programs_what_a_person_is_told_goes_elsewhere(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    trains(finishes)
+    result = shell("run", "train.yaml", "--json")
+    assert json.loads(result.stdout)["status"] == "finished"
+    assert result.stderr == "a line from below\n"
 
 
 def test_a_note_of_a_journal_can_not_write_to_the_terminal(

@@ -187,3 +187,16 @@ def test_what_must_be_counted_is_not_done_where_it_can_not_be(
     with pytest.raises(RunDirectoryError, match="No space left") as raised:
         attempt.conclude(CRASHED)
     assert "quota" in raised.value.next_step
+
+
+def test_an_attempt_that_was_overtaken_is_not_judged(run: RunDirectory) -> None:
+    """Its ranks end with an error of ours, which is none of the program's."""
+    old = started(run)
+    launch(old)
+    started(run)
+    with pytest.raises(FencedError):
+        old.conclude(CRASHED)
+    first, second = old.state().attempts
+    assert (first.incidents, first.decisions) == ((), ())
+    assert old.state().status is RunStatus.RUNNING
+    assert second.number == 2

@@ -458,6 +458,16 @@ def test_the_end_of_the_time_limit_asks_for_the_last_save(stage: Stage) -> None:
 # -- files of a person ---------------------------------------------------------------------------
 
 
+def test_a_starter_that_wants_it_or_is_gone_stops_the_run(stage: Stage) -> None:
+    stage.start()
+    stage.conductor.stop("SIGTERM")
+    facts = stage.end()
+    assert [rank.acted for rank in stage.ranks] == [[(RequestKind.STOP, stage.ranks[0].step)]] * 2
+    assert facts.stopped_at == stage.ranks[0].step
+    assert classify(facts, "1.1").cause is Cause.STOP_REQUESTED
+    assert [(n.what, n.source) for n in stage.journalled(ev.NoticeSeen)] == [("SIGTERM", "starter")]
+
+
 def test_a_stop_file_stops_the_run(stage: Stage) -> None:
     stage.start()
     stage.run.stop_file.touch()

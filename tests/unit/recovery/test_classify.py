@@ -165,6 +165,13 @@ CASES = [
         {"stop_file": True, **TERM, "job": IN_GRACE, "failures": (failed(Cause.APP_ERROR),)},
     ),
     Case(
+        "its starter was told to stop, and the ranks were signalled as well",
+        Cause.STOP_REQUESTED,
+        Confidence.CERTAIN,
+        {"stopped_by": "SIGTERM", **TERM, "failures": (failed(Cause.NCCL_ERROR),)},
+        says="SIGTERM",
+    ),
+    Case(
         "a signal by hand: nothing in Slurm's records explains it",
         Cause.PREEMPTED,
         Confidence.GUESS,

@@ -16,6 +16,7 @@ WORD = st.none() | st.text(st.characters(exclude_characters="\0"), min_size=1, m
     attempt=st.integers(0, 10**9),
     launch=st.integers(0, 10**9),
     started=st.none() | st.floats(1, 4e9),
+    lifeline=st.booleans(),
     site=WORD,
     runs=WORD,
 )
@@ -25,6 +26,7 @@ def test_a_child_reads_what_its_parent_handed_down(
     attempt: int,
     launch: int,
     started: float | None,
+    lifeline: bool,
     site: str | None,
     runs: str | None,
 ) -> None:
@@ -34,6 +36,7 @@ def test_a_child_reads_what_its_parent_handed_down(
         attempt=attempt,
         launch=launch,
         started=started,
+        lifeline=lifeline,
         site=site,
         runs=runs,
     )

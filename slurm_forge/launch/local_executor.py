@@ -1,0 +1,92 @@
+"""Submitit's local executor with its processes in a session of their own.
+
+Ctrl-C in a terminal and a hangup reach every process of the terminal's foreground group, and the
+ranks are to hear of it from their starter alone.  Otherwise it does what submitit's
+``start_controller`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import LocalJob
+
+from slurm_forge.knobs import Knobs
+from slurm_forge.slurm.environment import process_environ
+
+__all__ = ["LocalSession", "end_session", "is_over"]
+
+#: Submitit ends a local job after this time; ours are ended by themselves.
+_A_YEAR_MIN = 60 * 24 * 365
+
+
+class LocalSession:
+    """Starts local jobs; ``stdin`` is what every process of them reads, ``kept`` what stays open
+    in the one that watches over the tasks.
+    """
+
+    def __init__(self, folder: Path, *, ranks: int, stdin: int, kept: tuple[int, ...]) -> None:
+        self._executor = _Executor(folder, stdin, kept)
+        self._executor.update_parameters(tasks_per_node=ranks, timeout_min=_A_YEAR_MIN, nodes=1)
+
+    def start(self, task: Callable[[], Any]) -> subprocess.Popen[bytes]:
+        """The leader of a new session; submitit's job has its process id for a name."""
+        self._executor.submit(task)
+        return self._executor.started[-1]
+
+
+class _Executor(submitit.LocalExecutor):
+    def __init__(self, folder: Path, stdin: int, kept: tuple[int, ...]) -> None:
+        super().__init__(folder)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._stdin = stdin
+        self._kept = kept
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        ranks = self.parameters["tasks_per_node"]
+        variables = {
+            **process_environ(),
+            **Knobs(lifeline=True).to_environ(),
+            "SUBMITIT_LOCAL_NTASKS": str(ranks),
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "",
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+            env=variables,
+            stdin=self._stdin,
+            pass_fds=self._kept,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        tasks = list(range(ranks))
+        return LocalJob(self.folder, job_id=str(process.pid), process=process, tasks=tasks)
+
+
+def is_over(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended.  It keeps its process id until it is waited for."""
+    try:
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, options) is not None
+    except ChildProcessError:
+        return True  # somebody else has waited for it
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End everything that is left in its process group, now.  Only before it is waited for."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.launch import here
+from slurm_forge.launch.local_signals import AskedToStop
+
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in ALL}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_the_first_signal_asks_and_another_one_insists(number: signal.Signals) -> None:
+    now = [100.0]
+    with AskedToStop(lambda: now[0]) as asked:
+        assert not asked
+        signal.raise_signal(number)
+        assert (bool(asked), asked.name, asked.number, asked.insists) == (
+            True,
+            number.name,
+            number,
+            False,
+        )
+        now[0] = 100.2
+        signal.raise_signal(number)
+        assert not asked.insists, "timeout(1) sends each of its signals twice"
+        now[0] = 102.0
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.insists
+        assert asked.name == number.name
+
+
+def test_afterwards_signals_do_what_they_did_before() -> None:
+    with AskedToStop():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    with AskedToStop() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert not asked
+
+
+def test_on_another_thread_it_changes_nothing() -> None:
+    found = []
+
+    def enter() -> None:
+        with AskedToStop() as asked:
+            found.append(bool(asked))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_who_trains_from_python_is_interrupted_once_the_run_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "run_locally", lambda *given: 128 + signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        here.train_here("a.b:train", {"name": "run"}, runs=tmp_path)
