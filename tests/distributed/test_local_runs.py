@@ -325,6 +325,6 @@ def test_in_process_an_error_comes_back_as_one(tmp_path: Path) -> None:
     recovery = {"app_error": [{"do": "requeue", "times": 1}]}
     run, result = in_process(tmp_path, args=args, recovery=recovery)
     assert "ForgeError" in result
-    assert "did not finish: app_error: nothing left to try" in result
+    assert "did not finish: app_error: the same error at the same step" in result
     assert run_state(run).status is RunStatus.HELD
     assert len(run_state(run).attempts) == 2
