@@ -1,10 +1,14 @@
-"""Resuming: find the newest checkpoint that is whole, and put it back, on any number of ranks."""
+"""Resuming: the newest checkpoint that is whole, put back in place, on any number of ranks.
+
+Every byte is verified as it is read, and read once.  A checkpoint that turns out to be damaged is
+passed over, with whatever it had filled the objects with: the next one fills them anew.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +18,24 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from slurm_forge.checkpoint.blocks import rejected, verify_blocks
+from slurm_forge.checkpoint.blocks import read_whole, rejected
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.checkpoint.index import INDEX_LIMIT, Index
 from slurm_forge.checkpoint.jsonstate import decode
-from slurm_forge.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
-from slurm_forge.checkpoint.metadata import METADATA_LIMIT, parse_metadata
+from slurm_forge.checkpoint.manifest import INDEX_NAME, Manifest
 from slurm_forge.checkpoint.planner import ForgeLoadPlanner
+from slurm_forge.checkpoint.shardread import ShardReader
 from slurm_forge.checkpoint.state import LoadTarget, TrainingState
-from slurm_forge.checkpoint.storage import VerifiedReader
 from slurm_forge.checkpoint.store import CheckpointStore
-from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
-from slurm_forge.files import read_trusted
+from slurm_forge.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointRejectedError,
+    UnsafeFileError,
+)
 
-__all__ = ["LoadedState", "find_resumable", "load_checkpoint"]
-
+__all__ = ["LoadedState", "read_index", "resume"]
 
 _RETRY_S = 0.1
 
@@ -47,96 +54,108 @@ class LoadedState:
     missing_rng: tuple[str, ...]
 
 
-def find_resumable(
+def resume(
     store: CheckpointStore,
+    state: TrainingState,
     *,
     group: dist.ProcessGroup | None,
     on_reject: Callable[[CheckpointName, str], None],
     eligible: Callable[[CheckpointName], str | None] | None = None,
     patience: float = 10.0,
-) -> Manifest | None:
-    """Return the newest checkpoint of which every byte is as it was written, or None.
+) -> LoadedState | None:
+    """Put the newest checkpoint that is whole into the registered objects; None if there is none.
 
-    Collective over ``group`` (None: one process).  Each rank verifies a share of the blocks; all
-    ranks get the same answer.  ``on_reject`` is told, on rank 0, of each one that was passed over
-    and why.  ``eligible`` (asked on rank 0) returns why one is not to be taken (it is suspect, a
-    rollback left it behind), or None.  ``patience``: seconds that a rank waits for a file that
-    rank 0 sees and it does not.
+    Collective over ``group`` (None: one process).  It may have been saved by another number of
+    ranks, or wrapped otherwise (plain, DDP, FSDP2).  One that is damaged is passed over, with a
+    call of ``on_reject`` on rank 0; ``eligible`` (on rank 0) may refuse one by returning why.
+    ``patience``: seconds to wait for files that another node sees already.
+
+    CheckpointError on all ranks, before anything of it was read, where names, shapes or dtypes are
+    not those that were saved: an older one would not fit either.  CheckpointMissingError where
+    there are checkpoints and none can be used: the objects may hold a part of one.
     """
     ranks = Ranks(group)
-    remaining: list[CheckpointName] | None = None
+    names: list[CheckpointName] | None = None
     while True:
 
-        def choose(_: Sequence[Any]) -> Any:
-            nonlocal remaining
-            if remaining is None:
-                remaining = store.candidates()
-            found = _next_candidate(store, remaining, on_reject, eligible)
-            return None if found is None else found.to_bytes().decode("ascii")
+        def choose(_: object) -> Any:
+            nonlocal names
+            if names is None:
+                names = store.candidates()
+                if not names:
+                    return None
+            found = _next_candidate(store, names, on_reject, eligible)
+            return "" if found is None else found.to_bytes().decode("ascii")
 
         chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
         if chosen is None:
             return None
+        if not chosen:
+            raise CheckpointMissingError(
+                "there are checkpoints, and none of them can be used",
+                next_step="The journal says why of each.  Bring the folder back, or begin a new "
+                "run under another name.",
+            )
         manifest = Manifest.from_bytes(chosen.encode("ascii"))
-        reason, error = None, None
-        try:
-            _verify_share(store.path(manifest.name), manifest, ranks, patience)
-        except CheckpointRejectedError as caught:
-            reason = caught.reason
-        except (OSError, UnsafeFileError) as caught:
-            reason = f"rank {ranks.rank} can't read it: {caught}"
-        except Exception as caught:
-            error = caught
-        reasons = ranks.agree(
-            error, reason, lambda told: [r for r in told if r], doing="Verifying a checkpoint"
-        )
-        if not reasons:
-            return manifest
+        loaded, reasons = _load(store.path(manifest.name), manifest, state, ranks, patience)
+        if loaded is not None:
+            return loaded
         if ranks.rank == 0:
             on_reject(manifest.name, "; ".join(sorted(set(reasons))[:5]))
 
 
-def load_checkpoint(
-    store: CheckpointStore,
-    manifest: Manifest,
-    state: TrainingState,
-    *,
-    group: dist.ProcessGroup | None,
-) -> LoadedState:
-    """Put a checkpoint's content into the registered objects, in place; collective over ``group``.
-
-    It may have been saved by another number of ranks, or wrapped otherwise (plain, DDP, FSDP2).
-    Names, shapes and dtypes must be those that were saved; where they are not, all ranks raise
-    CheckpointError and nothing has changed.  If reading fails after that, all ranks raise
-    CheckpointError too and the objects hold a mixture: load another one, or end.
-    """
-    ranks = Ranks(group)
-    directory = store.path(manifest.name)
+def _load(
+    directory: Path, manifest: Manifest, state: TrainingState, ranks: Ranks, patience: float
+) -> tuple[LoadedState | None, list[str]]:
+    """What was loaded, or why this checkpoint can't be used."""
+    doing = f"Loading {manifest.name}"
     target: LoadTarget | None = None
-    reader: VerifiedReader | None = None
-    error: Exception | None = None
+    reader: ShardReader | None = None
+    reason, error = "", None
     try:
-        metadata = parse_metadata(read_trusted(directory / METADATA_NAME, METADATA_LIMIT), manifest)
-        target = state.target(manifest.state, metadata)
-        reader = VerifiedReader(directory, manifest, metadata)
+        waits = patience if ranks.rank else 0.0  # rank 0 has seen the manifest and all sizes
+        index = read_index(directory, manifest, waits)
+        target = state.target(manifest.state, index.to_metadata())
+        reader = ShardReader(directory, manifest, index, patience=waits)
+    except (CheckpointRejectedError, UnsafeFileError, OSError) as caught:
+        reason = _why(caught, ranks)
     except Exception as caught:
         error = caught
-    ranks.agree(error, None, lambda _: None, doing=f"Loading {manifest.name}")
-    if target is None or reader is None:
-        raise AssertionError("agree() raises where a rank failed")
+    reasons = ranks.agree(error, reason, _told, doing=doing)
+    if reasons or target is None or reader is None:
+        return None, reasons
     try:
         _read(target, reader)
+    except (CheckpointRejectedError, UnsafeFileError, OSError) as caught:
+        reason = _why(caught, ranks)
+    except Exception as caught:
+        error = caught
+    reasons = ranks.agree(error, reason, _told, doing=doing)
+    if reasons:
+        return None, reasons
+    try:
         target.apply()
     except Exception as caught:
         error = caught
-    ranks.agree(error, None, lambda _: None, doing=f"Loading {manifest.name}")
+    ranks.agree(error, None, lambda _: None, doing=doing)
     rng = target.rng()
-    return LoadedState(
+    loaded = LoadedState(
         manifest=manifest,
         extra=decode(manifest.state["extra"]),
         rng=rng,
         missing_rng=tuple(key for key in state.rng if key not in rng),
     )
+    return loaded, []
+
+
+def _told(reasons: Any) -> Any:
+    return [reason for reason in reasons if reason]
+
+
+def _why(error: Exception, ranks: Ranks) -> str:
+    if isinstance(error, CheckpointRejectedError):
+        return error.reason
+    return f"rank {ranks.rank} can't read it: {error}"
 
 
 def _next_candidate(
@@ -157,40 +176,25 @@ def _next_candidate(
     return None
 
 
-def _verify_share(directory: Path, manifest: Manifest, ranks: Ranks, patience: float) -> None:
+def read_index(directory: Path, manifest: Manifest, patience: float = 0.0) -> Index:
+    """The index of a checkpoint, verified; waits ``patience`` seconds for the file to be seen."""
+    sizes = {file.name: file.size for file in manifest.files}
+    (entry,) = (file for file in manifest.files if file.name == INDEX_NAME)
     deadline = time.monotonic() + patience
-    for file, blocks in _share(manifest.files, ranks.rank, ranks.size):
-        while True:
-            try:
-                for _ in verify_blocks(
-                    directory / file.name, file, blocks, block_size=manifest.block_size
-                ):
-                    pass
-            except FileNotFoundError:
-                # Another node's cache of the directory may be some seconds old.
-                if ranks.rank == 0 or time.monotonic() > deadline:
-                    raise
-                time.sleep(_RETRY_S)
-            else:
-                break
+    while True:
+        try:
+            data = read_whole(
+                directory / INDEX_NAME, entry, block_size=manifest.block_size, limit=INDEX_LIMIT
+            )
+            return Index.from_bytes(data, sizes)
+        except FileNotFoundError:
+            # Another node's cache of the directory may be some seconds old.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
 
 
-def _share(
-    files: Sequence[FileEntry], rank: int, size: int
-) -> Iterator[tuple[FileEntry, Sequence[int]]]:
-    """The blocks that one rank verifies: a contiguous part of all, so that reads are sequential."""
-    total = sum(len(file.block_hashes) for file in files)
-    begin, end = total * rank // size, total * (rank + 1) // size
-    position = 0
-    for file in files:
-        count = len(file.block_hashes)
-        blocks = range(max(begin - position, 0), min(end - position, count))
-        if blocks or (count == 0 and rank == 0):
-            yield file, blocks
-        position += count
-
-
-def _read(target: LoadTarget, reader: VerifiedReader) -> None:
+def _read(target: LoadTarget, reader: ShardReader) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -202,6 +206,8 @@ def _read(target: LoadTarget, reader: VerifiedReader) -> None:
         for error, _ in caught.failures.values():
             if isinstance(error, CheckpointRejectedError):
                 raise rejected(error.reason) from caught
+            if isinstance(error, OSError | UnsafeFileError):
+                raise error from caught
             raise CheckpointError(
                 f"reading failed: {type(error).__name__}: {error}",
                 next_step="Load an older checkpoint, or look at the storage.",

@@ -21,17 +21,17 @@ from slurm_forge.errors import CheckpointRejectedError
 
 __all__ = [
     "BLOCK_SIZE",
+    "INDEX_NAME",
     "MANIFEST_LIMIT",
     "MANIFEST_NAME",
-    "METADATA_NAME",
     "FileEntry",
     "Manifest",
     "plain_name",
 ]
 
 MANIFEST_NAME = "manifest.json"
-#: torch.distributed.checkpoint's own index of tensors and shards.
-METADATA_NAME = ".metadata"
+#: Which tensors there are, and where their shards lie.
+INDEX_NAME = "index.json"
 #: Bytes per hash: small against a shard, large against a hash.
 BLOCK_SIZE = 4 << 20
 #: Bytes of a manifest that are read at most; hashes of some 30 TiB fit.
@@ -41,15 +41,12 @@ _FORMAT = 1
 _MOST_FILES = 1_000_000
 _LARGEST_FILE = 1 << 50
 _HASH = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 
 
 def plain_name(name: str) -> bool:
     """Whether ``name`` can only mean a file inside the checkpoint's own directory."""
-    return name == METADATA_NAME or (
-        _PLAIN.fullmatch(name) is not None and name != MANIFEST_NAME and ".." not in name
-    )
+    return _PLAIN.fullmatch(name) is not None and name != MANIFEST_NAME and ".." not in name
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,6 @@ class Manifest:
     sequence: int
     world_size: int
     files: tuple[FileEntry, ...]
-    metadata_sha256: str
     state: Mapping[str, Json]
     torch_version: str
     created_at: datetime
@@ -149,7 +145,6 @@ class Manifest:
             "torch_version": self.torch_version,
             "world_size": self.world_size,
             "block_size": self.block_size,
-            "metadata_sha256": self.metadata_sha256,
             "files": [
                 {"name": f.name, "size": f.size, "block_hashes": list(f.block_hashes)}
                 for f in self.files
@@ -166,8 +161,7 @@ def _canonical(body: object) -> bytes:
 def _read_body(value: object) -> Manifest:
     keys = {
         "format", "run_id", "name", "step", "attempt", "launch", "nonce", "sequence", "parent",
-        "reason", "created_at", "torch_version", "world_size", "block_size", "metadata_sha256",
-        "files", "state",
+        "reason", "created_at", "torch_version", "world_size", "block_size", "files", "state",
     }  # fmt: skip
     if isinstance(value, dict) and value.get("format") != _FORMAT:
         raise _rejected(f"its format is {value.get('format')!r}, this version reads {_FORMAT}")
@@ -180,8 +174,8 @@ def _read_body(value: object) -> Manifest:
     files = tuple(_file(item, block_size) for item in _list(body["files"], "files"))
     if len({file.name for file in files}) != len(files) or len(files) > _MOST_FILES:
         raise _rejected("a file is listed twice, or there are too many")
-    if METADATA_NAME not in {file.name for file in files}:
-        raise _rejected(f"{METADATA_NAME} is not listed")
+    if INDEX_NAME not in {file.name for file in files}:
+        raise _rejected(f"{INDEX_NAME} is not listed")
     state = body["state"]
     if not isinstance(state, dict):
         raise _rejected("state is not an object")
@@ -192,7 +186,6 @@ def _read_body(value: object) -> Manifest:
         sequence=_int(body["sequence"], "sequence", 0, 1 << 53),
         world_size=_int(body["world_size"], "world_size", 1, 1 << 24),
         files=files,
-        metadata_sha256=_matching(body["metadata_sha256"], "metadata_sha256", _SHA256),
         state=state,
         torch_version=_text(body["torch_version"], "torch_version"),
         created_at=_time(body["created_at"]),

@@ -1,14 +1,13 @@
 """Reading ``.metadata``, DCP's index, which is a pickle: the only place that unpickles anything.
 
-A pickle is a program.  This one may name thirteen things, all of them plain values of DCP and
+A pickle is a program.  This one may name a handful of things, all of them plain values of DCP and
 torch; whatever else it names ends the reading before anything ran.  What comes out is checked
-field by field against the manifest: every shard lies inside a listed file, every tensor is there
+field by field: every shard lies inside a listed file, every tensor is there
 whole, and nothing but tensors is (entries of other kinds would be unpickled without limits).
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import pickle
@@ -29,13 +28,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slurm_forge.checkpoint.blocks import rejected
-from slurm_forge.checkpoint.manifest import Manifest, plain_name
+from slurm_forge.checkpoint.layout import tiles
+from slurm_forge.checkpoint.manifest import plain_name
 from slurm_forge.errors import CheckpointRejectedError
 
-__all__ = ["METADATA_LIMIT", "parse_metadata", "planned_indices"]
+__all__ = ["METADATA_LIMIT", "parse_metadata"]
 
 #: Bytes of a ``.metadata`` that are read at most; about 160 bytes go to a shard.
 METADATA_LIMIT = 2 << 30
+
+
+def _path(*parts: Any) -> str:
+    """What DCP noted of the place: read as a text, and not looked at."""
+    return "/".join(str(part) for part in parts)
+
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -48,6 +54,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP, "_MEM_FORMAT_ENCODING"): dcp_metadata._MEM_FORMAT_ENCODING,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): dcp_filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,
+    ("pathlib", "WindowsPath"): _path,
+    ("pathlib._local", "WindowsPath"): _path,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
 
@@ -68,28 +78,19 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to something outside")
 
 
-def parse_metadata(data: bytes, manifest: Manifest) -> Metadata:
-    """Return DCP's index from the bytes of ``.metadata``; CheckpointRejectedError in any doubt."""
-    if hashlib.sha256(data).hexdigest() != manifest.metadata_sha256:
-        raise rejected(".metadata is not the one that the manifest was written for")
+def parse_metadata(data: bytes, sizes: Mapping[str, int]) -> Metadata:
+    """Return DCP's index from the bytes of ``.metadata``; CheckpointRejectedError in any doubt.
+
+    ``sizes``: bytes of the files beside it.
+    """
     try:
         metadata = _Reader(io.BytesIO(data)).load()
-        _check(metadata, {file.name: file.size for file in manifest.files})
+        _check(metadata, sizes)
     except CheckpointRejectedError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything, or lacks attributes
         raise rejected(f".metadata can't be read: {type(error).__name__}: {error}") from error
     return metadata  # type: ignore[no-any-return]
-
-
-def planned_indices(metadata: Metadata) -> set[MetadataIndex]:
-    """Every shard that the index promises."""
-    return {
-        MetadataIndex(key, chunk.offsets)
-        for key, tensor in metadata.state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata)
-        for chunk in tensor.chunks
-    }
 
 
 def _check(metadata: object, sizes: Mapping[str, int]) -> None:
@@ -98,7 +99,7 @@ def _check(metadata: object, sizes: Mapping[str, int]) -> None:
     tensors = {
         key: _check_tensor(key, tensor) for key, tensor in metadata.state_dict_metadata.items()
     }
-    if metadata.planner_data is not None or type(metadata.storage_data) is not dict:
+    if not _is_flattening(metadata.planner_data) or type(metadata.storage_data) is not dict:
         raise rejected(".metadata has a planner's private data, or no list of shards")
     for index, info in metadata.storage_data.items():
         _check_storage(index, info, sizes)
@@ -135,7 +136,7 @@ def _check_tensor(key: object, tensor: object) -> TensorStorageMetadata:
             )
         ):
             raise rejected(f".metadata: {key} has a shard outside of it")
-    if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+    if not tiles(tensor.size, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
         raise rejected(f".metadata: the shards of {key} don't add up to it")
     return tensor
 
@@ -158,6 +159,15 @@ def _check_storage(index: object, info: object, sizes: Mapping[str, int]) -> Non
         raise rejected(f".metadata: {index.fqn} reaches beyond the end of {path}")
     if getattr(info, "transform_descriptors", None) is not None:  # torch < 2.7 has none
         raise rejected(f".metadata: {index.fqn} is stored transformed")
+
+
+def _is_flattening(value: object) -> bool:
+    """DCP's default planner notes which nested keys its flat ones stood for."""
+    return value is None or (
+        type(value) is dict
+        and all(type(key) is str and type(path) is tuple for key, path in value.items())
+        and all(type(part) in (str, int) for path in value.values() for part in path)
+    )
 
 
 def _is_size(value: object) -> bool:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -78,7 +77,7 @@ def capture_model(
         if replicated:
             alike.add(f"{prefix}/{escape(fqn)}")
     rest: dict[str, Json] = {}
-    for fqn, value in get_model_state_dict(module).items():
+    for fqn, value in _state_of(module).items():
         key = f"{prefix}/{escape(fqn)}"
         if isinstance(value, torch.Tensor):
             tensors[key] = check_savable(key, value)
@@ -99,7 +98,7 @@ def target_model(
     _refuse_fsdp1(name, module)
     prefix = f"models/{escape(name)}/"
     saved = saved_tensors(metadata, prefix)
-    current = get_model_state_dict(module)
+    current = _state_of(module)
     saved_names = {unescape(key.removeprefix(prefix)) for key in saved} | set(rest)
     if saved_names != set(current):
         raise CheckpointError(
@@ -136,6 +135,39 @@ def apply_model(name: str, module: nn.Module, rest: Mapping[str, Json], targets:
         set_model_state_dict(module, state, options=StateDictOptions(strict=True))  # type: ignore[arg-type]
 
 
+def _state_of(module: nn.Module) -> dict[str, object]:
+    """The module's state dict under names without wrappers.
+
+    torch's get_model_state_dict gives the same and takes five times as long (2.13).
+    """
+    prefixes = dict(_prefixes(module, "", ""))
+    found: dict[str, object] = {}
+    for key, value in module.state_dict().items():
+        prefix = key
+        while prefix not in prefixes:  # hooks of a module may name what they please below it
+            prefix = prefix[:-1].rpartition(".")[0]
+            prefix = f"{prefix}." if prefix else ""
+        found[prefixes[prefix] + key[len(prefix) :]] = value
+    return found
+
+
+def _prefixes(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, str]]:
+    """What state-dict keys begin with, module by module, and what is left without wrappers."""
+    yield raw, clean
+    wrapped = _wrapped(module)
+    for name, child in module.named_children():
+        yield from _prefixes(
+            child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
+        )
+
+
+def _wrapped(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper keeps what it wraps; None for any other module."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    return _WRAPPED.get(type(module).__name__)
+
+
 def _walk(
     module: nn.Module, prefix: str, replicated: bool, seen: set[int]
 ) -> Iterator[tuple[str, nn.Parameter, bool]]:
@@ -147,7 +179,7 @@ def _walk(
     replicated = (replicated or is_ddp) and not ignored
     for name, parameter in module.named_parameters(recurse=False):
         yield prefix + name, parameter, replicated
-    wrapped = "module" if is_ddp else _WRAPPED.get(type(module).__name__)
+    wrapped = _wrapped(module)
     for name, child in module.named_children():
         below = prefix if name == wrapped else f"{prefix}{name}."
         yield from _walk(child, below, replicated, seen)

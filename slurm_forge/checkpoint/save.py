@@ -1,50 +1,312 @@
-"""Saving: every rank writes its part into a stage, rank 0 seals and publishes it with one rename.
+"""Saving: every rank copies what it writes, writes that into a stage, rank 0 publishes the stage.
 
 Until the rename there is no checkpoint; after it there is a whole one.  Whatever happens before
-leaves the previous ones as they were.
+leaves the previous ones as they were.  Training is held up for the copy; the rest may be done on a
+thread, with a process group of its own for the one exchange at the end.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
+from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.copying import Copier, Filling
+from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.jsonstate import Json
-from slurm_forge.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
-from slurm_forge.checkpoint.planner import ForgeSavePlanner
+from slurm_forge.checkpoint.manifest import INDEX_NAME, FileEntry, Manifest
+from slurm_forge.checkpoint.plan import Plan, Planner
+from slurm_forge.checkpoint.shardfile import write_shard_file
 from slurm_forge.checkpoint.state import Captured, TrainingState
-from slurm_forge.checkpoint.storage import StageWriter
 from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import CheckpointError, RanksLostError
 
-__all__ = ["Saved", "save_checkpoint"]
+__all__ = ["CheckpointWriter", "Flight", "Saved", "save_checkpoint"]
+
+
+#: Called with how a save ended, before anybody who waits for it goes on; on its thread.
+After: TypeAlias = "Callable[[Saved | CheckpointError], None]"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A published checkpoint.  ``disagreeing`` names objects whose JSON differs between ranks.
 
-    Of those, rank 0's was saved.  ``duration`` is this rank's, from call to return.
+    Of those, rank 0's was saved.  ``blocked`` is how long ``begin`` held this rank up,
+    ``duration`` from there until it was on disk.
     """
 
     name: CheckpointName
     path: Path
     size: int
+    blocked: timedelta
     duration: timedelta
     disagreeing: tuple[str, ...]
+
+
+class Flight:
+    """A save that has been begun; the same end on all ranks."""
+
+    def __init__(self, name: CheckpointName) -> None:
+        self.name = name
+        self._end: Future[Saved] = Future()
+
+    def done(self) -> bool:
+        """Whether it has come to an end on this rank: on others it may not have yet."""
+        return self._end.done()
+
+    def result(self) -> Saved:
+        """Wait for the end; raises what ``CheckpointWriter.begin`` says."""
+        return self._end.result()
+
+    def wait(self) -> None:
+        """Wait for the end, whatever it is."""
+        self._end.exception()
+
+    def _fly(self, persist: Callable[[], Saved], after: After) -> None:
+        try:
+            try:
+                saved = persist()
+            except CheckpointError as error:
+                after(error)
+                raise
+            after(saved)
+        except BaseException as error:
+            self._end.set_exception(error)
+        else:
+            self._end.set_result(saved)
+
+
+class CheckpointWriter:
+    """Saves one after another, and keeps its memory and its plan from save to save.
+
+    Collective over ``group``, which must carry CPU tensors; ``None`` is one process without a
+    process group.  ``background`` is another group of the same ranks: with it (or alone) a save may
+    go on while the ranks do something else.  ``clock`` gives seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        group: dist.ProcessGroup | None,
+        background: dist.ProcessGroup | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._ranks = Ranks(group)
+        self._later = Ranks(group if background is None else background)
+        self._threaded = group is None or background is not None
+        self._clock = clock
+        self._planner = Planner()
+        self._arena = Arena(pinned=torch.cuda.is_available())
+        self._views: list[torch.Tensor] = []
+        self._views_of = 0
+        self._copier = Copier()
+        self._flight: Flight | None = None
+        self._warming: threading.Thread | None = None
+
+    def begin(
+        self,
+        state: TrainingState,
+        *,
+        name: CheckpointName,
+        reason: str,
+        fence: Callable[[], None],
+        parent: CheckpointName | None = None,
+        background: bool = False,
+        after: After = lambda _: None,
+    ) -> Flight:
+        """Begin a save and return when the state may change again.  Waits for the one before.
+
+        Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
+        rank 0 right before the rename.  If anything fails on any rank, all ranks get a
+        CheckpointError (FencedError if ``fence`` did), here or from the flight, and no checkpoint
+        appears; RanksLostError, a CheckpointError, if a rank is gone: then no collective may
+        follow.  Without ``background`` the flight is over on return.  ``after`` is called with
+        the end of a flight before anybody who waits for it goes on, on the flight's thread.
+        """
+        self._wait()
+        began, started = self._clock(), time.monotonic()
+        captured, agreed = self._agree(state, name)
+        name = CheckpointName.parse(agreed["name"])
+        stage = self._store.directory / agreed["stage"]
+        try:
+            plan = (
+                self._planner.plan if agreed["plan"] else self._planner.make(captured, self._ranks)
+            )
+        except RanksLostError:
+            raise
+        except Exception:
+            self._discard(stage)
+            raise
+        filling = Filling()
+        blocked: Future[timedelta] = Future()
+
+        def seal(reports: Sequence[Any]) -> dict[str, Json]:
+            manifest = _seal(
+                name,
+                captured.document,
+                reports,
+                run_id=self._store.run_id,
+                sequence=self._store.next_sequence(),
+                created_at=datetime.fromtimestamp(self._clock(), timezone.utc),
+                reason=reason,
+                parent=parent,
+            )
+            self._store.publish(stage, manifest, fence)
+            return {"size": manifest.size}
+
+        def persist() -> Saved:
+            size = self._persist(name, plan, stage, filling, seal)
+            return Saved(
+                name=name,
+                path=self._store.path(name),
+                size=size,
+                blocked=blocked.result(),
+                duration=timedelta(seconds=self._clock() - began),
+                disagreeing=tuple(agreed["disagreeing"]),
+            )
+
+        self._flight = flight = Flight(name)
+        self._make_room(plan, captured, filling)
+        # What has been copied is written while the rest is copied, also where this is waited for.
+        threading.Thread(
+            target=flight._fly, args=(persist, after), name="forge-save", daemon=True
+        ).start()
+        try:
+            self._copy(plan, captured, filling)
+        finally:
+            blocked.set_result(timedelta(seconds=time.monotonic() - started))
+        if not (background and self._threaded):
+            flight.wait()
+        return flight
+
+    def prepare(self, state: TrainingState) -> None:
+        """Plan the next save, and touch the memory for it on a thread.  Collective.
+
+        The first save of a launch would be held up by both.  CheckpointError where this state
+        could not be saved: better known now than after the first hour.
+        """
+        self._wait()
+        captured, error = _capture(state)
+        shape = captured.shape if captured else ""
+        self._ranks.agree(error, shape, _same_shape, doing="Planning checkpoints")
+        if captured is None:
+            raise AssertionError("agree() raises where a rank failed")
+        plan = self._planner.make(captured, self._ranks)
+        self._views, self._views_of = [], 0  # they would keep memory alive that is given back
+
+        def warm() -> None:
+            with contextlib.suppress(MemoryError):  # the save itself will say so
+                self._arena.reserve(plan.size)
+
+        self._warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
+        self._warming.start()
+
+    def _wait(self) -> None:
+        if self._flight is not None:
+            self._flight.wait()
+        if self._warming is not None:
+            self._warming.join()
+
+    def _agree(self, state: TrainingState, name: CheckpointName) -> tuple[Captured, dict[str, Any]]:
+        captured, error = _capture(state)
+        agreed = self._ranks.agree(
+            error,
+            {
+                "step": name.step,
+                "name": str(name),
+                "shape": captured.shape if captured else "",
+                "parts": dict(captured.parts) if captured else {},
+                "plan": self._planner.known(captured) if captured else 0,
+            },
+            lambda reports: _open_stage(self._store, name, reports),
+            doing="Preparing a checkpoint",
+        )
+        if captured is None:
+            raise AssertionError("agree() raises where a rank failed")
+        return captured, agreed
+
+    def _make_room(self, plan: Plan, captured: Captured, filling: Filling) -> None:
+        if self._views_of == plan.number:
+            return
+        self._views = []  # they would keep memory alive that is to be given back
+        try:
+            self._arena.reserve(plan.size)
+            self._views = [
+                self._arena.view(at, at + shard.nbytes)
+                .view(captured.tensors[shard.key].dtype)
+                .view(shard.sizes)
+                for shard, at in zip(plan.shards, plan.places, strict=True)
+            ]
+            self._views_of = plan.number
+        except Exception as error:  # told to the others in the one exchange at the end
+            filling.fail(error)
+
+    def _copy(self, plan: Plan, captured: Captured, filling: Filling) -> None:
+        """Copy what this rank writes; what goes wrong is told through ``filling``."""
+        try:
+            sources = [_local(captured.tensors[shard.key]) for shard in plan.shards]
+            ends = [at + shard.nbytes for at, shard in zip(plan.places, plan.shards, strict=True)]
+            self._copier.copy(self._views, sources, ends, filling)
+            if any(source.is_cuda for source in sources):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                filling.promise(plan.size, event.synchronize)
+        except BaseException as error:
+            filling.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _persist(
+        self,
+        name: CheckpointName,
+        plan: Plan,
+        stage: Path,
+        filling: Filling,
+        seal: Callable[[Sequence[Any]], dict[str, Json]],
+    ) -> int:
+        entries: list[FileEntry] = []
+        error: Exception | None = None
+        try:
+            filling.wait(0)  # whether there is an arena at all
+            memory = self._arena.memory(round_up(plan.size, PAGE))
+            target = stage / data_file(self._later.rank)
+            entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
+            if self._later.rank == 0:
+                index = memoryview(plan.index)
+                entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
+        except Exception as caught:
+            error = caught
+        try:
+            agreed = self._later.agree(
+                error, [_to_json(entry) for entry in entries], seal, doing=f"Saving {name}"
+            )
+        except RanksLostError:
+            raise  # others may still be writing; the stage is swept by a later launch
+        except Exception:
+            self._discard(stage)
+            raise
+        return int(agreed["size"])
+
+    def _discard(self, stage: Path) -> None:
+        if self._ranks.rank == 0:
+            self._store.discard_stage(stage)
 
 
 def save_checkpoint(
@@ -58,74 +320,10 @@ def save_checkpoint(
     clock: Callable[[], float] = time.time,
     parent: CheckpointName | None = None,
 ) -> Saved:
-    """Write and publish one checkpoint; returns when it is on disk.  Collective over ``group``.
-
-    ``group`` must carry CPU tensors; ``None`` is one process without a process group.  Rank 0's
-    ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on rank 0 right
-    before the rename; ``clock`` gives seconds since 1970.  If anything fails on any rank, all
-    ranks raise CheckpointError (FencedError if ``fence`` did) and no checkpoint appears;
-    RanksLostError, a CheckpointError, if a rank is gone: then no collective may follow.
-    """
-    began = clock()
-    ranks = Ranks(group)
-    captured: Captured | None = None
-    error: Exception | None = None
-    try:
-        captured = state.capture()
-    except Exception as caught:
-        error = caught
-    agreed = ranks.agree(
-        error,
-        {
-            "step": name.step,
-            "name": str(name),
-            "shape": captured.shape if captured else "",
-            "parts": dict(captured.parts) if captured else {},
-        },
-        lambda reports: _open_stage(store, name, reports),
-        doing="Preparing a checkpoint",
-    )
-    if captured is None:
-        raise AssertionError("agree() raises where a rank failed")
-    name = CheckpointName.parse(agreed["name"])
-    stage = store.directory / agreed["stage"]
-
-    def publish(reports: Sequence[Any]) -> dict[str, Json]:
-        manifest = _seal(
-            name,
-            stage,
-            captured.document,
-            reports,
-            run_id=store.run_id,
-            sequence=store.next_sequence(),
-            created_at=datetime.fromtimestamp(clock(), timezone.utc),
-            reason=reason,
-            parent=parent,
-        )
-        store.publish(stage, manifest, fence)
-        return {"size": manifest.size}
-
-    try:
-        writer, error = _write(captured, stage, ranks)
-        agreed |= ranks.agree(
-            error,
-            [] if error else [_to_json(entry) for entry in writer.entries],
-            publish,
-            doing=f"Saving {name}",
-        )
-    except RanksLostError:
-        raise  # others may still be writing; the stage is swept by a later launch
-    except Exception:
-        if ranks.rank == 0:
-            store.discard_stage(stage)
-        raise
-    return Saved(
-        name=name,
-        path=store.path(name),
-        size=agreed["size"],
-        duration=timedelta(seconds=clock() - began),
-        disagreeing=tuple(agreed["disagreeing"]),
-    )
+    """Write and publish one checkpoint; returns when it is on disk.  As ``CheckpointWriter``."""
+    writer = CheckpointWriter(store, group=group, clock=clock)
+    flight = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
+    return flight.result()
 
 
 def _open_stage(
@@ -137,48 +335,41 @@ def _open_stage(
             f"the ranks are at different steps: {steps[:20]}",
             next_step="Call save at the same step on every rank (run.save() does).",
         )
-    if len({report["shape"] for report in reports}) != 1:
+    _same_shape([report["shape"] for report in reports])
+    parts = [report["parts"] for report in reports]
+    disagreeing = [part for part in parts[0] if any(p.get(part) != parts[0][part] for p in parts)]
+    plans = {report["plan"] for report in reports}
+    stage = store.create_stage(name)
+    return {
+        "name": str(name),
+        "stage": stage.name,
+        "disagreeing": disagreeing,
+        "plan": plans.pop() if len(plans) == 1 else 0,
+    }
+
+
+def _capture(state: TrainingState) -> tuple[Captured | None, Exception | None]:
+    try:
+        return state.capture(), None
+    except Exception as caught:
+        return None, caught
+
+
+def _same_shape(shapes: Sequence[str]) -> None:
+    if len(set(shapes)) != 1:
         raise CheckpointError(
             "the ranks hold different tensors",
             next_step="Register the same objects on every rank; pipeline stages need one run "
             "directory each for now.",
         )
-    parts = [report["parts"] for report in reports]
-    disagreeing = [part for part in parts[0] if any(p.get(part) != parts[0][part] for p in parts)]
-    stage = store.create_stage(name)
-    return {"name": str(name), "stage": stage.name, "disagreeing": disagreeing}
 
 
-def _write(captured: Captured, stage: Path, ranks: Ranks) -> tuple[StageWriter, Exception | None]:
-    writer = StageWriter(stage)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(
-                captured.tensors,
-                storage_writer=writer,
-                planner=ForgeSavePlanner(captured.alike),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
-    except CheckpointException as caught:
-        # A BaseException, and the same on all ranks: DCP has told everybody.
-        causes = [f"rank {r}: {_one_line(e)}" for r, (e, _) in caught.failures.items()]
-        return writer, CheckpointError("; ".join(causes))
-    except Exception as caught:
-        if ranks.group is None:
-            return writer, caught
-        # Not told to the others: they may sit in another collective than our next one.
-        raise RanksLostError(
-            f"writing the checkpoint broke off on this rank alone: {_one_line(caught)}",
-            next_step="End this launch; the next one resumes from the last published checkpoint.",
-        ) from caught
-    return writer, None
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _seal(
     name: CheckpointName,
-    stage: Path,
     document: Mapping[str, Any],
     reports: Sequence[Sequence[Any]],
     **facts: Any,
@@ -188,7 +379,6 @@ def _seal(
         name=name,
         world_size=len(reports),
         files=tuple(files),
-        metadata_sha256=hashlib.sha256((stage / METADATA_NAME).read_bytes()).hexdigest(),
         state=document,
         torch_version=torch.__version__,
         **facts,
@@ -201,7 +391,3 @@ def _to_json(entry: FileEntry) -> list[Any]:
 
 def _from_json(value: Sequence[Any]) -> FileEntry:
     return FileEntry(value[0], value[1], tuple(value[2]))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

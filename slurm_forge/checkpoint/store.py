@@ -1,7 +1,7 @@
 """The directory of a run's checkpoints: what is there, what is whole, how one appears and goes.
 
     checkpoints/
-      step-00001200.a2.l1-0123abcd/{__0_0.distcp, …, .metadata, manifest.json}
+      step-00001200.a2.l1-0123abcd/{rank-00000.data, …, index.json, manifest.json}
       .stage-step-…     being written, or left behind by a kill; never read
       .trash-…          being deleted; never read
 

@@ -114,13 +114,18 @@ class Logged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted:
-    """A checkpoint exists from here on."""
+    """A checkpoint exists from here on.
+
+    ``seconds`` from the beginning of the save until it was on disk, of which training waited
+    ``blocked_s``.
+    """
 
     name: str
     step: int
     reason: str
     seconds: float
     size: int
+    blocked_s: float = 0.0
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
 
 

@@ -61,6 +61,11 @@ class CheckpointSpec(Section):
     every_minutes: Factor | None = Field(
         default=10, description="Save when so many minutes have passed since the last one."
     )
+    background: bool = Field(
+        default=True,
+        strict=True,
+        description="Training goes on while a checkpoint is written; false makes it wait.",
+    )
     keep_last: Count = Field(default=3, description="How many of the newest checkpoints stay.")
     keep_best: KeepBest | None = Field(
         default=None, description="Keep the best one too, by a metric."

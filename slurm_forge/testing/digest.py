@@ -18,14 +18,12 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.manifest import METADATA_NAME
-from slurm_forge.checkpoint.metadata import METADATA_LIMIT, parse_metadata
+from slurm_forge.checkpoint.load import read_index
 from slurm_forge.checkpoint.planner import ForgeLoadPlanner
-from slurm_forge.checkpoint.storage import VerifiedReader
+from slurm_forge.checkpoint.shardread import ShardReader
 from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.checkpoint.tensors import new_target, saved_tensors
 from slurm_forge.errors import CheckpointMissingError
-from slurm_forge.files import read_trusted
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 
@@ -39,13 +37,13 @@ def digest(run: Path | str, *, step: int | None = None, random: bool = False) ->
     name = _newest(store, step)
     manifest = store.verify_manifest(name)
     directory = store.path(name)
-    metadata = parse_metadata(read_trusted(directory / METADATA_NAME, METADATA_LIMIT), manifest)
+    index = read_index(directory, manifest)
     tensors: dict[str, torch.Tensor] = {
         key: new_target(saved, None)
-        for key, saved in sorted(saved_tensors(metadata, "").items())
+        for key, saved in sorted(saved_tensors(index.to_metadata(), "").items())
         if random or not key.startswith("rng/")
     }
-    reader = VerifiedReader(directory, manifest, metadata)
+    reader = ShardReader(directory, manifest, index)
     dcp_load(tensors, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True)
     total = hashlib.sha256()
     for key, tensor in tensors.items():

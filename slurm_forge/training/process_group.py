@@ -28,6 +28,7 @@ class Groups:
     """The process groups beside the default one; all None for a single process."""
 
     cpu: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
     probe: dist.ProcessGroup | None = None
 
 
@@ -73,7 +74,9 @@ def join(
         timeout=collective_timeout,
         group_desc="forge_probe",
     )
-    return Groups(cpu=cpu, probe=probe)
+    # A save in the background has its exchange while the others are used by whoever trains.
+    saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
+    return Groups(cpu=cpu, saving=saving, probe=probe)
 
 
 def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store:

@@ -28,6 +28,7 @@ from slurm_forge.training.process_group import Groups
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.sameness import require_same
 from slurm_forge.training.saver import Progress, Saver
+from slurm_forge.training.saves import Saves
 from slurm_forge.training.skips import Skips
 from slurm_forge.training.step import Step
 from slurm_forge.training.telling import Telling
@@ -74,7 +75,7 @@ class Run:
         self._registry = Registry()
         self._hooks = Hooks(context.rank)
         self._progress = Progress()
-        self._saver = Saver(context, group=groups.cpu, journal=journal)
+        self._saver = Saver(context, group=groups.cpu, background=groups.saving, journal=journal)
         self._boundaries = Boundaries(member, self._act)
         self._skips = Skips(
             context,
@@ -86,12 +87,20 @@ class Run:
             group=groups.cpu,
             late=device.type == "cuda",
         )
-        self._restored = False
+        self._restored = self._stepped = False
         self._snapshot: BufferSnapshot | None = None
         self._global_batch = 0
         self._until: int | None = None
         self._micro_batch = 0
-        self._phase_random: dict[str, torch.Tensor] | None = None
+        self._saves = Saves(
+            self._saver,
+            context.spec.checkpoint,
+            registry=self._registry,
+            progress=self._progress,
+            skips=self._skips,
+            hooks=self._hooks,
+            boundaries=self._boundaries,
+        )
         self._telling = Telling(journal, self._progress)
         self._probe = (
             None
@@ -278,14 +287,14 @@ class Run:
         Leaves the random state of the training as it was, so that an evaluation that is run again
         after a resume changes nothing.
         """
-        self._phase_random = rng.capture()
+        self._saves.random = random = rng.capture()
         try:
             with self._boundaries.phase(name, self._stop_here):
                 yield
             self._progress.phases[name] = self._progress.step
         finally:
-            rng.restore(self._phase_random)
-            self._phase_random = None
+            rng.restore(random)
+            self._saves.random = None
         if name == "eval":
             self._hooks.call("on_eval_end", step=self._progress.step)
 
@@ -305,8 +314,8 @@ class Run:
             self._boundary()
 
     def save(self) -> None:
-        """Save now.  Collective: every rank calls it, between two steps."""
-        self._save("asked by the program")
+        """Save now; on disk on return.  Collective: every rank calls it, between two steps."""
+        self._saves.save("asked by the program", wait=True)
 
     def log(self, **values: Any) -> None:
         """Remember figures; rank 0 writes the latest into the journal every few seconds."""
@@ -317,11 +326,7 @@ class Run:
     def _boundary(self) -> None:
         if not self._boundaries.boundary(self._progress.step):
             return
-        every = self._context.spec.checkpoint.every_steps
-        step = self._progress.step
-        last = None if self._saver.last is None else self._saver.last.step
-        if every is not None and step > 0 and step % every == 0 and last != step:
-            self._save("every_steps")
+        self._saves.boundary(stepped=self._stepped)
 
     def _act(self, request: Request) -> None:
         match request.kind:
@@ -329,7 +334,7 @@ class Run:
                 self._stop_here()
                 raise RunStopped
             case RequestKind.SAVE:
-                self._save(request.reason)
+                self._saves.save(request.reason)
             case RequestKind.PROBE if self._probe is not None:
                 self._probe.issue(request.id)
                 self._hooks.call("on_probe", step=self._progress.step)
@@ -339,21 +344,11 @@ class Run:
     def _stop_here(self) -> None:
         """Save, and tell the conductor: the run stops on all ranks at this step."""
         step = self._progress.step
-        last = self._saver.last
-        if last is None or last.step != step:
-            last = self._save("stop") or last
+        self._saves.have("stop")
+        last = self._saves.last
         self._hooks.call("on_stop", step=step)
         name = None if last is None else str(last)
         self._member.send(p.Stopped(step=step, checkpoint=name))
-
-    def _save(self, reason: str) -> Any:
-        self._skips.read_all()
-        random = self._phase_random if self._phase_random is not None else rng.capture()
-        with self._boundaries.meanwhile("save"):
-            name = self._saver.save(reason, self._registry, self._progress, random)
-        if name is not None:
-            self._hooks.call("on_save", step=self._progress.step, name=str(name))
-        return name
 
     def _end_of_step(self, step: Step) -> None:
         if not step.applied:
@@ -361,6 +356,7 @@ class Run:
         progress = self._progress
         first = progress.consumed
         progress.step += 1
+        self._stepped = True
         progress.consumed += self._global_batch or step.batch.size * self.world_size
         for scheduler in self._registry.schedulers:
             scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
@@ -391,17 +387,13 @@ class Run:
         step = self._progress.step
         self._member.send(p.Through(step=step))
         self._boundaries.leave()
-        last = self._saver.last
-        if last is None or last.step != step:
-            if self._save("final") is None:
-                raise CheckpointError(
-                    f"all {step} steps are done, and their result could not be saved",
-                    next_step="The journal says why.  The run goes on from its last checkpoint.",
-                )
-        else:
-            # As a save does it: nobody leaves the channel while another may still have to be told
-            # there where everybody is.
-            Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
+        if not self._saves.have("final"):
+            raise CheckpointError(
+                f"all {step} steps are done, and their result could not be saved",
+                next_step="The journal says why.  The run goes on from its last checkpoint.",
+            )
+        # Nobody leaves the channel while another may still have to be told where everybody is.
+        Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
         self._telling.write(now=True)
         self._hooks.call("on_train_end", step=step)
         self._member.send(p.Finished(step=step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -12,11 +13,16 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.load import find_resumable, load_checkpoint
-from slurm_forge.checkpoint.save import save_checkpoint
+from slurm_forge.checkpoint.load import resume
+from slurm_forge.checkpoint.save import CheckpointWriter, Flight, Saved
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.checkpoint.store import CheckpointStore
-from slurm_forge.errors import CheckpointError, CheckpointMissingError, RanksLostError
+from slurm_forge.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    FencedError,
+    RanksLostError,
+)
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import CheckpointCommitted, CheckpointFailed, CheckpointRejected
 from slurm_forge.training import rng
@@ -67,56 +73,119 @@ class Saver:
         context: RankContext,
         *,
         group: dist.ProcessGroup | None,
+        background: dist.ProcessGroup | None,
         journal: JournalWriter | None,
     ) -> None:
         self._context = context
         self._group = group
         self._journal = journal
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
-        #: Name and step of the last commit (or of what was resumed from).
+        self._writer = CheckpointWriter(self._store, group=group, background=background)
+        self._flight: Flight | None = None
+        #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
+        #: The step of the last save that was begun, whatever came of it.
+        self.begun: int | None = None
 
     def save(
-        self, reason: str, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+        self,
+        reason: str,
+        registry: Registry,
+        progress: Progress,
+        random: dict[str, torch.Tensor],
+        *,
+        wait: bool,
     ) -> CheckpointName | None:
-        """Save; None when it came to nothing (on every rank alike): the last one is untouched."""
+        """Save; with ``wait`` until it is on disk: its name, or None when it came to nothing.
+
+        What came to nothing did so on every rank alike: the last checkpoint is untouched.
+        """
+        self.settle()
         brief = self._context.brief
+        started = time.monotonic()
+        self.begun = step = progress.step
         name = CheckpointName(
-            step=progress.step,
+            step=step,
             attempt=brief.attempt,
             launch=brief.launch,
             nonce=secrets.token_hex(4),  # rank 0's counts
         )
-        started = time.monotonic()
+
+        def after(end: Saved | CheckpointError) -> None:
+            self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
+
         try:
-            saved = save_checkpoint(
-                self._store,
+            self._flight = self._writer.begin(
                 self._state(registry, progress, random),
                 name=name,
                 reason=reason,
-                group=self._group,
                 fence=self._context.fence,
-                clock=time.time,
+                background=not wait,
+                after=after,
             )
         except RanksLostError:
             raise  # no collective may follow: this launch is over
         except CheckpointError as error:
-            if self._journal is not None:
-                self._journal.write(CheckpointFailed(step=progress.step, reason=str(error)))
+            after(error)
             return None
-        self.last = saved.name
-        if self._journal is not None:
-            self._journal.write(
-                CheckpointCommitted(
-                    name=str(saved.name),
-                    step=saved.name.step,
-                    reason=reason,
-                    seconds=time.monotonic() - started,
-                    size=saved.size,
-                )
+        return self.settle() if wait else None
+
+    def prepare(
+        self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+    ) -> None:
+        """Get ready for saves: the objects have their state by now.  Collective."""
+        self._writer.prepare(self._state(registry, progress, random))
+
+    @property
+    def flying(self) -> bool:
+        """Whether a save was begun that has not been settled yet."""
+        return self._flight is not None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the save in flight is over on this rank: ``settle`` won't wait."""
+        return self._flight is not None and self._flight.done()
+
+    def settle(self) -> CheckpointName | None:
+        """Wait for the save in flight; its name if it was published: the same on all ranks."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        try:
+            self.last = flight.result().name
+        except RanksLostError:
+            raise
+        except CheckpointError:
+            return None  # is in the journal
+        return self.last
+
+    def _note(
+        self, end: Saved | CheckpointError, *, step: int, reason: str, seconds: float
+    ) -> None:
+        """Rank 0, at the end of a save, maybe on its thread: tell, and make room."""
+        if self._journal is None or isinstance(end, RanksLostError):
+            return
+        if isinstance(end, CheckpointError):
+            self._write(CheckpointFailed(step=step, reason=str(end)))
+            return
+        self._write(
+            CheckpointCommitted(
+                name=str(end.name),
+                step=end.name.step,
+                reason=reason,
+                seconds=seconds,
+                blocked_s=end.blocked.total_seconds(),
+                size=end.size,
             )
+        )
+        with contextlib.suppress(OSError, FencedError):  # the next save asks again
             self._prune()
-        return saved.name
+
+    def _write(self, event: CheckpointCommitted | CheckpointFailed) -> None:
+        # A save ends the same on all ranks: rank 0 alone must not fail over a line about it.
+        if self._journal is not None:
+            with contextlib.suppress(OSError):
+                self._journal.write(event)
 
     def restore(
         self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
@@ -125,8 +194,9 @@ class Saver:
 
         Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
         """
-        manifest = find_resumable(self._store, group=self._group, on_reject=self._rejected)
-        if manifest is None:
+        state = self._state(registry, progress, random)
+        loaded = resume(self._store, state, group=self._group, on_reject=self._rejected)
+        if loaded is None:
             history = self._context.brief.committed_step
             if history is not None:
                 raise CheckpointMissingError(
@@ -135,8 +205,7 @@ class Saver:
                     "or begin a new run under another name.",
                 )
             return None, True
-        state = self._state(registry, progress, random)
-        loaded = load_checkpoint(self._store, manifest, state, group=self._group)
+        manifest = loaded.manifest
         progress.restore(loaded.extra)
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
         if exact:
@@ -147,6 +216,7 @@ class Saver:
             # Another number of ranks: there is no state to continue, only one to derive.
             rng.derive(self._context.spec.seed, progress.step, self._context.rank)
         self.last = manifest.name
+        self.begun = manifest.step
         return manifest.name, exact
 
     def _state(

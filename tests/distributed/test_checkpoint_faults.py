@@ -14,17 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slurm_forge.checkpoint import load, shardfile
 from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.load import find_resumable, load_checkpoint
+from slurm_forge.checkpoint.load import resume as resume_newest
 from slurm_forge.checkpoint.save import save_checkpoint
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.checkpoint.store import CheckpointStore
-from slurm_forge.errors import CheckpointError, FencedError, RanksLostError
+from slurm_forge.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    FencedError,
+    RanksLostError,
+)
 from tests.distributed.ranks import run_ranks, start_ranks
 
 pytestmark = pytest.mark.distributed
 
-MUTATING = ["open", "write", "fsync", "rename", "replace", "link", "unlink", "mkdir", "close"]
+MUTATING = [
+    "open", "write", "pwrite", "ftruncate", "fsync", "rename", "replace", "link", "unlink", "mkdir",
+    "close",
+]  # fmt: skip
 
 
 def group_of_all():
@@ -72,18 +81,18 @@ def save(directory, value, rank=0, fence=lambda: None, step=None):
     )
 
 
-def resume(directory, rank=0):
+def resume(directory, rank=0, patience=10.0):
     """The value that a restart would train on (None: nothing there), and what it passed over."""
     store, rejected = CheckpointStore(directory, "run"), []
-    manifest = find_resumable(
-        store, group=group_of_all(), on_reject=lambda name, why: rejected.append((name.step, why))
-    )
-    if manifest is None:
-        return None, rejected
     target = Value(-1.0)
-    loaded = load_checkpoint(store, manifest, target.state(rank), group=group_of_all())
+    loaded = resume_newest(
+        store, target.state(rank), group=group_of_all(),
+        on_reject=lambda name, why: rejected.append((name.step, why)), patience=patience,
+    )  # fmt: skip
+    if loaded is None:
+        return None, rejected
     value = target.read()
-    assert loaded.extra["value"] == value == float(manifest.step)
+    assert loaded.extra["value"] == value == float(loaded.manifest.step)
     assert all((tensor == value).all() for tensor in loaded.rng.values())
     return value, rejected
 
@@ -116,13 +125,15 @@ class Faults:
             due = index == self.index
             if due and self.fault == "kill before":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if due and self.fault == "torn" and name == "write":
-                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            if due and self.fault == "torn" and name in ("write", "pwrite"):
+                half = bytes(args[1])[: len(args[1]) // 2]
+                unaligned = os.open(f"/proc/self/fd/{args[0]}", os.O_WRONLY)  # direct I/O won't
+                (os.pwrite if name == "pwrite" else os.write)(unaligned, half, *args[2:])
                 os.kill(os.getpid(), signal.SIGKILL)
             if (due and self.fault == "EIO") or (
                 self.fault == "ENOSPC for good"
                 and self.index <= index
-                and name in ("open", "write", "fsync", "mkdir", "link")
+                and name in ("open", "write", "pwrite", "fsync", "mkdir", "link")
             ):
                 if name == "close":
                     real(*args)  # the descriptor is gone, whatever close() says
@@ -135,6 +146,12 @@ class Faults:
         return call
 
 
+@pytest.fixture
+def direct(monkeypatch):
+    """The files here are small: write them as large ones are written."""
+    monkeypatch.setattr(shardfile, "_LEAST_DIRECT", 1)
+
+
 def count_calls(rank, directory):
     save(directory, 0.0, rank)
     with Faults().active() as faults:
@@ -142,6 +159,7 @@ def count_calls(rank, directory):
     return faults.calls
 
 
+@pytest.mark.usefixtures("direct")
 def test_every_failing_call_of_every_rank(tmp_path):
     """EIO once, a full disk, a lost reply, at each call: all ranks raise, and can save again."""
 
@@ -176,8 +194,8 @@ def test_every_failing_call_of_every_rank(tmp_path):
         for fault in ("EIO", "ENOSPC for good", "lost reply")
         if fault != "lost reply" or name in ("rename", "link")
     ]
-    assert {"open", "write", "fsync", "rename", "link", "mkdir"} <= set(calls[0]), calls
-    assert {"open", "write", "fsync"} <= set(calls[1]), calls
+    assert {"open", "write", "pwrite", "fsync", "rename", "link", "mkdir"} <= set(calls[0]), calls
+    assert {"open", "pwrite", "fsync", "close"} <= set(calls[1]), calls
     reports = run_ranks(2, body, plan, timeout=100)
     failed = 0
     for case, *ranks in zip(plan, *reports, strict=True):
@@ -191,6 +209,7 @@ def test_every_failing_call_of_every_rank(tmp_path):
     assert failed > 0.7 * len(plan)
 
 
+@pytest.mark.usefixtures("direct")
 def test_a_kill_at_every_call_of_every_rank(tmp_path):
     def body(rank, directory, victim, index, fault):
         faults = Faults(index, fault) if rank == victim else Faults()
@@ -207,7 +226,7 @@ def test_a_kill_at_every_call_of_every_rank(tmp_path):
         for victim in (0, 1)
         for index, name in enumerate(calls[victim])
         for fault in ("kill before", "torn")
-        if name == "write" or fault == "kill before"
+        if name in ("write", "pwrite") or fault == "kill before"
     ]
     for number, (victim, index, fault) in enumerate(plan):
         directory = tmp_path / f"case-{number}"
@@ -255,13 +274,11 @@ def test_an_exception_on_one_rank_is_the_same_error_on_all(tmp_path, world):
 
 
 def test_an_exception_while_the_shards_are_written(tmp_path, monkeypatch):
-    from slurm_forge.checkpoint import storage
-
     def body(rank):
         directory = tmp_path / "checkpoints"
         save(directory, 1.0, rank)
         if rank == 1:
-            monkeypatch.setattr(storage.HashingFile, "write", lambda *_: 1 / 0)
+            monkeypatch.setattr(os, "pwrite", lambda *_: 1 / 0)
         with pytest.raises(CheckpointError, match="rank 1: ZeroDivisionError"):
             save(directory, 2.0, rank)
         monkeypatch.undo()
@@ -352,23 +369,25 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_the_group_allows(tmp_path):
     assert resume(tmp_path / "c")[0] == 1.0
 
 
-def damage(directory, name, what):
+def damage(directory, name, what, rank=-1):
+    """Damage the file that a rank (the last one) wrote."""
     path = directory / str(name)
-    shards = sorted(path.glob("*.distcp"))
+    shards = sorted(path.glob("*.data"))
+    shard = shards[rank]
     if what == "flip":
-        data = bytearray(shards[-1].read_bytes())
+        data = bytearray(shard.read_bytes())
         data[len(data) // 3] ^= 16
-        shards[-1].write_bytes(data)
+        shard.write_bytes(data)
     elif what == "truncate":
-        os.truncate(shards[-1], shards[-1].stat().st_size // 2)
+        os.truncate(shard, shard.stat().st_size // 2)
     elif what == "delete":
-        shards[-1].unlink()
+        shard.unlink()
     elif what == "swap":
         first, last = shards[0].read_bytes(), shards[-1].read_bytes()
         shards[0].write_bytes(last)
         shards[-1].write_bytes(first)
     elif what == "zero":
-        shards[-1].write_bytes(bytes(shards[-1].stat().st_size))
+        shard.write_bytes(bytes(shard.stat().st_size))
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -381,7 +400,7 @@ def test_damaged_checkpoints_are_passed_over_by_all_ranks_alike(tmp_path, world)
 
     names = run_ranks(2, write)[0]
     for name, what in zip(names[1:], kinds, strict=True):
-        damage(directory, name, what)
+        damage(directory, name, what, rank=0 if world == 1 else 1)
     results = run_ranks(world, lambda rank: resume(directory, rank))
     assert [value for value, _ in results] == [1.0] * world
     rejected = dict(results[0][1])
@@ -390,59 +409,121 @@ def test_damaged_checkpoints_are_passed_over_by_all_ranks_alike(tmp_path, world)
     assert all(others == [] for _, others in results[1:]), "only rank 0 reports"
 
 
-def test_damage_after_verification_is_found_while_loading(tmp_path):
+def test_what_nobody_needs_any_more_may_be_damaged_but_must_be_there(tmp_path):
+    """One rank resumes what two saved: the second one's generators are not read."""
+    directory = tmp_path / "checkpoints"
+
+    def write(rank):
+        return [save(directory, value, rank).name for value in (1.0, 2.0, 3.0)]
+
+    names = run_ranks(2, write)[0]
+    damage(directory, names[1], "zero")
+    damage(directory, names[2], "delete")
+    value, rejected = resume(directory)
+    assert value == 2.0 and [step for step, _ in rejected] == [3]
+
+
+def spoil(directory, rank, how):
+    """Damage the newest checkpoint once everything but the shards has been read and checked."""
+    real, spoiled = load._read, []
+
+    def late(target, reader):
+        if not spoiled:
+            spoiled.append(True)
+            dist.barrier()
+            if rank == 0:
+                how(max(directory.glob("step-*")))
+            dist.barrier()
+        real(target, reader)
+
+    return late
+
+
+@pytest.mark.parametrize("what", ["flip", "truncate", "delete", "swap", "zero"])
+def test_damage_that_is_found_while_loading_leads_to_the_older_one(tmp_path, monkeypatch, what):
     directory = tmp_path / "checkpoints"
 
     def body(rank):
-        store = CheckpointStore(directory, "run")
         save(directory, 1.0, rank)
         save(directory, 2.0, rank)
-        manifest = find_resumable(store, group=dist.group.WORLD, on_reject=lambda *_: None)
-        dist.barrier()
-        if rank == 0:
-            damage(directory, manifest.name, "flip")
-        dist.barrier()
-        with pytest.raises(CheckpointError, match="has changed"):
-            load_checkpoint(store, manifest, Value(-1.0).state(rank), group=dist.group.WORLD)
-        return resume(directory, rank)[0]
+        late = spoil(directory, rank, lambda newest: damage(directory, newest.name, what))
+        monkeypatch.setattr(load, "_read", late)
+        return resume(directory, rank, patience=0.3)
 
-    assert run_ranks(2, body) == [1.0, 1.0]
+    results = run_ranks(2, body)
+    assert [value for value, _ in results] == [1.0, 1.0]
+    assert [step for step, _ in results[0][1]] == [2] and results[0][1][0][1]
+    assert results[1][1] == [], "only rank 0 reports"
 
 
-def test_nothing_usable_is_none_on_all_ranks(tmp_path):
+def test_what_only_one_rank_reads_wrong_leads_all_ranks_to_the_older_one(tmp_path, monkeypatch):
     directory = tmp_path / "checkpoints"
+
+    def body(rank, victim):
+        if not dist.is_initialized():
+            raise AssertionError
+        real = os.preadv
+
+        def wrong(descriptor, buffers, at):
+            count = real(descriptor, buffers, at)
+            path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+            if "step-00000002" in path and path.endswith(".data"):
+                buffers[0][count - 1] ^= 1
+            return count
+
+        if rank == victim:
+            monkeypatch.setattr(os, "preadv", wrong)
+        return resume(directory, rank)
+
+    run_ranks(2, lambda rank: [save(directory, value, rank).name for value in (1.0, 2.0)])
+    for victim in (0, 1):
+        first, second = run_ranks(2, body, victim)
+        assert (first[0], second) == (1.0, (1.0, []))
+        ((step, why),) = first[1]
+        assert step == 2 and "has changed" in why
+
+
+def test_nothing_there_is_none_and_nothing_usable_is_an_error_on_all_ranks(tmp_path):
+    directory = tmp_path / "checkpoints"
+
+    def body(rank):
+        with pytest.raises(CheckpointMissingError) as caught:
+            resume(directory, rank)
+        return caught.value.next_step
+
     assert run_ranks(2, lambda rank: resume(directory, rank)) == [(None, []), (None, [])]
     name = run_ranks(2, lambda rank: save(directory, 1.0, rank).name)[0]
     damage(directory, name, "zero")
-    results = run_ranks(2, lambda rank: resume(directory, rank))
-    assert [value for value, _ in results] == [None, None]
-    assert [step for step, _ in results[0][1]] == [1]
+    first, second = run_ranks(2, body)
+    assert first == second and "journal" in first
 
 
-def test_a_node_that_sees_the_files_late_waits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("which", [".data", "index.json"])
+def test_a_node_that_sees_the_files_late_waits(tmp_path, monkeypatch, which):
     directory = tmp_path / "checkpoints"
 
     def body(rank, delay):
-        save(directory, 1.0, rank)
-        real, begin = os.open, time.monotonic()
-
-        def late(path, *args, **options):
-            if str(path).endswith(".distcp") and time.monotonic() < begin + delay:
-                raise FileNotFoundError(errno.ENOENT, "not yet", str(path))
-            return real(path, *args, **options)
-
         if rank == 1:
-            monkeypatch.setattr(os, "open", late)
-        store, rejected = CheckpointStore(directory, "run"), []
-        found = find_resumable(
-            store, group=dist.group.WORLD, patience=0.5,
-            on_reject=lambda name, why: rejected.append(why),
-        )  # fmt: skip
-        return found is not None, rejected
+            real, begin = os.open, time.monotonic()
 
-    assert run_ranks(2, body, 0.2) == [(True, []), (True, [])]
-    found, never = run_ranks(2, body, 60.0)
-    assert found[0] is never[0] is False and "rank 1" in found[1][0]
+            def late(path, *args, **options):
+                hidden = "step-00000002" in str(path) and str(path).endswith(which)
+                if hidden and time.monotonic() < begin + delay:
+                    raise FileNotFoundError(errno.ENOENT, "not yet", str(path))
+                return real(path, *args, **options)
+
+            monkeypatch.setattr(os, "open", late)
+        target, rejected = Value(-1.0), []
+        resume_newest(
+            CheckpointStore(directory, "run"), target.state(rank), group=dist.group.WORLD,
+            patience=0.5, on_reject=lambda name, why: rejected.append(why),
+        )  # fmt: skip
+        return target.read(), rejected
+
+    run_ranks(2, lambda rank: [save(directory, value, rank).name for value in (1.0, 2.0)])
+    assert run_ranks(2, body, 0.2) == [(2.0, []), (2.0, [])]
+    first, second = run_ranks(2, body, 60.0)
+    assert first[0] == second[0] == 1.0 and "rank 1" in first[1][0]
 
 
 def test_a_rank_on_another_file_system_fails_the_save(tmp_path):

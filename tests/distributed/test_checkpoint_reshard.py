@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.load import find_resumable, load_checkpoint
+from slurm_forge.checkpoint.load import resume
 from slurm_forge.checkpoint.save import save_checkpoint
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.checkpoint.store import CheckpointStore
@@ -156,11 +156,10 @@ def load_and_save_again(rank, directory, kind, step, warm):
     if warm:
         train(parts, 2, seed=7)
     rejected = []
-    manifest = find_resumable(
-        store, group=dist.group.WORLD, on_reject=lambda *why: rejected.append(why)
-    )
     state = state_of(parts, rank)
-    loaded = load_checkpoint(store, manifest, state, group=dist.group.WORLD)
+    loaded = resume(
+        store, state, group=dist.group.WORLD, on_reject=lambda *why: rejected.append(why)
+    )
     found = digest(parts)
     save(store, state, step=step)
     train(parts, 1, seed=9)
@@ -175,7 +174,7 @@ def test_four_ranks_to_two_to_one_to_four(tmp_path, kind):
     assert [r[0] for r in results] == [original] * 4 and len({r[1] for r in results}) == 1
     assert disagreeing == ()
     names = sorted(path.name for path in next(directory.iterdir()).iterdir())
-    assert names == [".metadata", *(f"__{r}_0.distcp" for r in range(4)), "manifest.json"]
+    assert names == ["index.json", "manifest.json", *(f"rank-{r:05}.data" for r in range(4))]
     for step, world in ((2, 2), (3, 1), (4, 4), (5, 3)):
         results = run_ranks(world, load_and_save_again, directory, kind, step, step % 2 == 0)
         for rank, (found, _, saved_by, missing, rejected) in enumerate(results):
@@ -197,15 +196,15 @@ def test_between_plain_ddp_and_fsdp2(tmp_path):
 def without_a_group(directory):
     """Load the newest in this process, as a notebook would."""
     store, parts = CheckpointStore(directory, "run"), build("plain", seed=3)
-    manifest = find_resumable(store, group=None, on_reject=lambda *why: pytest.fail(str(why)))
-    load_checkpoint(store, manifest, state_of(parts, 0, world=1), group=None)
+    state = state_of(parts, 0, world=1)
+    assert resume(store, state, group=None, on_reject=lambda *why: pytest.fail(str(why)))
     return digest(parts)
 
 
 def test_hybrid_sharding(tmp_path):
     directory = tmp_path / "checkpoints"
     original = run_ranks(4, first_save, directory, "hsdp")[0][0]
-    shards = sorted(p.stat().st_size for p in next(directory.iterdir()).glob("*.distcp"))
+    shards = sorted(p.stat().st_size for p in next(directory.iterdir()).glob("*.data"))
     assert shards[-1] < 2 * shards[0], "both replicas write"
     for step, (world, kind) in enumerate([(2, "fsdp2"), (4, "hsdp"), (1, "plain")], start=2):
         results = run_ranks(world, load_and_save_again, directory, kind, step, True)
@@ -250,8 +249,10 @@ def test_other_optimizers_under_fsdp2(tmp_path, name):
 
     def read(rank):
         store, parts = CheckpointStore(tmp_path / "c", "run"), build_with(2)
-        manifest = find_resumable(store, group=dist.group.WORLD, on_reject=lambda *_: None)
-        load_checkpoint(store, manifest, state_of(parts, rank), group=dist.group.WORLD)
+        assert resume(
+            store, state_of(parts, rank), group=dist.group.WORLD,
+            on_reject=lambda *why: pytest.fail(str(why)),
+        )  # fmt: skip
         before = digest(parts)
         train(parts, 2, seed=9)
         return before, digest(parts)
@@ -286,8 +287,9 @@ def test_buffers_of_one_rank_stay_together_under_ddp(tmp_path):
         store = CheckpointStore(directory, "run")
         state = TrainingState(models={"m": model})
         saved = save(store, state, step=1)
-        manifest = find_resumable(store, group=dist.group.WORLD, on_reject=lambda *_: None)
-        load_checkpoint(store, manifest, state, group=dist.group.WORLD)
+        assert resume(
+            store, state, group=dist.group.WORLD, on_reject=lambda *why: pytest.fail(str(why))
+        )
         loaded = {k: v for k, v in model.state_dict().items() if "running" in k}
         return mine, loaded, saved.disagreeing
 
@@ -306,6 +308,6 @@ def test_replicated_tensors_are_written_once_and_by_all(tmp_path):
         return {f.name: f.size for f in store.verify_manifest(saved.name).files}
 
     sizes = run_ranks(3, body)[0]
-    shards = [size for name, size in sizes.items() if name.endswith(".distcp")]
+    shards = [size for name, size in sizes.items() if name.endswith(".data")]
     assert len(shards) == 3 and max(shards) < 1.2 * min(shards)
     assert sum(shards) < 1.6 * 12 * (64 * 64 + 64) * 4

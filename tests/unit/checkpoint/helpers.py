@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from slurm_forge.checkpoint.arena import Arena
+from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.checkpoint.index import Index, SavedTensor, data_file
+from slurm_forge.checkpoint.layout import Place, Shard, lay_out
+from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry, Manifest
 from slurm_forge.checkpoint.save import save_checkpoint
+from slurm_forge.checkpoint.shardfile import write_shard_file
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.checkpoint.store import CheckpointStore
 
@@ -38,6 +47,11 @@ def value_of(state: TrainingState) -> float:
     return weight[0, 0].item()
 
 
+def open_descriptors() -> set[str]:
+    """To find out whether one was left open."""
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
 def open_store(tmp_path, run_id="run") -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", run_id)
 
@@ -46,6 +60,80 @@ def bitwise(a, b) -> bool:
     """Equal bits, shapes and dtypes: NaNs equal themselves, zeros their own sign only."""
 
     def bits(tensor):
-        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().cpu().reshape(-1)
+        return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def write_bytes(path, data, *, direct=True, block_size=BLOCK_SIZE) -> FileEntry:
+    """A file of a checkpoint with these bytes, written from aligned memory as a save does."""
+    arena = Arena()
+    arena.reserve(len(data))
+    if data:
+        arena.view(0, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    memory = arena.memory(round_up(len(data), PAGE))
+    return write_shard_file(path, memory, len(data), direct=direct, block_size=block_size)
+
+
+def shard_of(key, tensor, offsets, sizes) -> Shard:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return Shard(key, kind, tensor.itemsize, tuple(tensor.shape), tuple(offsets), tuple(sizes))
+
+
+def write_shards(directory, tensors, *, files=1, block_size=PAGE) -> tuple[Manifest, Index]:
+    """A checkpoint's files without ranks: ``{key: (tensor, [(offsets, sizes), ...])}``.
+
+    The shards are dealt out to the files in turn.
+    """
+    dealt: list[list[Shard]] = [[] for _ in range(files)]
+    everything = [
+        shard_of(key, tensor, offsets, sizes)
+        for key, (tensor, parts) in tensors.items()
+        for offsets, sizes in parts
+    ]
+    for number, shard in enumerate(everything):
+        dealt[number % files].append(shard)
+    entries, found = [], {key: [] for key in tensors}
+    for number, shards in enumerate(dealt):
+        places, size = lay_out(shards)
+        content = bytearray(size)
+        for shard, at in zip(shards, places, strict=True):
+            content[at : at + shard.nbytes] = raw(part_of(tensors[shard.key][0], shard))
+            found[shard.key].append((shard, Place(number, at)))
+        path = directory / data_file(number)
+        entries.append(write_bytes(path, bytes(content), block_size=block_size))
+    index = Index(
+        tuple(data_file(number) for number in range(files)),
+        {
+            key: SavedTensor(tuple(tensor.shape), tensor.dtype, tuple(found[key]))
+            for key, (tensor, _) in tensors.items()
+        },
+    )
+    return manifest_of(entries, block_size), index
+
+
+def manifest_of(entries, block_size) -> Manifest:
+    return Manifest(
+        run_id="run",
+        name=CheckpointName(1, 1, 1, "0123abcd"),
+        sequence=1,
+        world_size=len(entries),
+        files=tuple(entries),
+        state={},
+        torch_version=torch.__version__,
+        created_at=datetime.fromtimestamp(CLOCK, timezone.utc),
+        reason="test",
+        block_size=block_size,
+    )
+
+
+def part_of(tensor, shard) -> torch.Tensor:
+    for dimension, (first, count) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
+        tensor = tensor.narrow(dimension, first, count)
+    return tensor
+
+
+def raw(tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

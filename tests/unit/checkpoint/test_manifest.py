@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry, Manifest, plain_name
+from slurm_forge.checkpoint.manifest import BLOCK_SIZE, INDEX_NAME, FileEntry, Manifest, plain_name
 from slurm_forge.errors import CheckpointRejectedError
 
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -18,7 +18,7 @@ hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
 
 @st.composite
 def files(draw):
-    result = {".metadata"} | draw(st.sets(st.from_regex(r"__[0-9]{1,4}_0\.distcp", fullmatch=True)))
+    result = {INDEX_NAME} | draw(st.sets(st.from_regex(r"rank-[0-9]{5}\.data", fullmatch=True)))
     return tuple(
         FileEntry(name, size := draw(st.integers(0, 3 * BLOCK_SIZE)),
                   tuple(draw(hexes) for _ in range(-(-size // BLOCK_SIZE))))
@@ -46,7 +46,6 @@ manifests = st.builds(
     sequence=st.integers(0, 1000),
     world_size=st.integers(1, 4096),
     files=files(),
-    metadata_sha256=st.just("0" * 64),
     state=st.dictionaries(st.text(), json_values, max_size=3),
     torch_version=st.just("2.13.0"),
     created_at=st.datetimes(timezones=st.just(timezone.utc)),
@@ -61,8 +60,7 @@ def example(**changes) -> Manifest:
         "name": CheckpointName(12, 1, 1, "0123abcd"),
         "sequence": 1,
         "world_size": 2,
-        "files": (FileEntry(".metadata", 5, ("0" * 32,)), FileEntry("__0_0.distcp", 0, ())),
-        "metadata_sha256": "0" * 64,
+        "files": (FileEntry(INDEX_NAME, 5, ("0" * 32,)), FileEntry("rank-00000.data", 0, ())),
         "state": {"extra": {}},
         "torch_version": "2.13.0",
         "created_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
@@ -114,7 +112,7 @@ def test_an_honest_rewrite_is_read():
 
 @pytest.mark.parametrize("name", [
     "../x", "..", ".", "/etc/passwd", "a/b", "", "a\0b", "a\nb", "manifest.json", ".hidden", "-rf",
-    "x" * 300, "a..b", "~", "\u2024\u2024",
+    ".metadata", "x" * 300, "a..b", "~", "\u2024\u2024",
 ])  # fmt: skip
 def test_names_that_are_not_plain(name):
     assert not plain_name(name)
@@ -136,9 +134,8 @@ def test_names_that_are_not_plain(name):
     (lambda b: b.update(state=[]), "state"),
     (lambda b: b.update(created_at="yesterday"), "created_at"),
     (lambda b: b.update(created_at="2026-01-01T00:00:00"), "time zone"),
-    (lambda b: b.update(metadata_sha256="0"), "metadata_sha256"),
     (lambda b: b["files"].append(b["files"][0]), "listed twice"),
-    (lambda b: b["files"].pop(0), ".metadata is not listed"),
+    (lambda b: b["files"].pop(0), "index.json is not listed"),
     (lambda b: b["files"][0].update(size=-1), "files.size"),
     (lambda b: b["files"][0].update(size=10**20), "files.size"),
     (lambda b: b["files"][0].update(block_hashes=[]), "0 hashes for 5 bytes"),

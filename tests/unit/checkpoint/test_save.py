@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.load import _share, find_resumable, load_checkpoint
-from slurm_forge.checkpoint.manifest import FileEntry
+from slurm_forge.checkpoint import shardfile
+from slurm_forge.checkpoint.load import resume
 from slurm_forge.errors import CheckpointError, FencedError
 from tests.unit.checkpoint.helpers import no_fence, open_store, save, value_of, weights
 
@@ -21,7 +19,10 @@ class Trace:
 
     def __init__(self, monkeypatch):
         self.calls, self.paths = [], {}
-        for name in ("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "close"):
+        for name in (
+            "open", "write", "pwrite", "ftruncate", "fsync", "rename", "link", "unlink", "mkdir",
+            "close",
+        ):  # fmt: skip
             monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
 
     def wrap(self, name, real):
@@ -39,7 +40,11 @@ class Trace:
         return max(i for i, call in enumerate(self.calls) if call[:2] == (name, path))
 
 
-def test_everything_is_on_disk_before_the_rename_and_the_rename_is_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("direct", [True, False])
+def test_everything_is_on_disk_before_the_rename_and_the_rename_is_too(
+    tmp_path, monkeypatch, direct
+):
+    monkeypatch.setattr(shardfile, "_LEAST_DIRECT", 1 if direct else 1 << 60)
     store = open_store(tmp_path)
     with monkeypatch.context() as patch:
         trace = Trace(patch)
@@ -47,16 +52,18 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_is_too(tmp_path,
     stage, final = f".stage-{saved.name}", str(saved.name)
     commit = trace.calls.index(("rename", stage, final))
     fence = trace.calls.index(("fence", ""))
-    written = {call[1] for call in trace.calls if call[0] == "write"}
-    assert any(name.endswith(".distcp") for name in written)
+    changing = ("write", "pwrite", "ftruncate")
+    written = {call[1] for call in trace.calls if call[0] in changing}
+    assert {"rank-00000.data", "index.json"} < written and len(written) == 3
     for name in written:
-        write, sync = trace.last("write", name), trace.last("fsync", name)
-        assert write < sync < fence < commit, name
+        write = max(trace.last(call, name) for call in changing if (call, name) in trace.calls)
+        assert write < trace.last("fsync", name) < fence < commit, name
+        assert trace.last("fsync", name) < trace.last("close", name) < fence, name
     named = [i for i, call in enumerate(trace.calls) if call[0] in ("link", "rename", "unlink")]
     assert max(i for i in named if i < commit) < trace.last("fsync", stage) < fence < commit
     assert fence == commit - 1, "nothing lies between the question and the rename"
     assert trace.last("fsync", "checkpoints") > commit
-    assert not [call for call in trace.calls[commit + 1 :] if call[0] in ("write", "rename")]
+    assert not [call for call in trace.calls[commit + 1 :] if call[0] in (*changing, "rename")]
 
 
 def test_a_rename_that_was_done_and_reports_failure_is_a_success(tmp_path, monkeypatch):
@@ -111,8 +118,7 @@ def test_a_stage_of_the_same_name_is_never_used_again(tmp_path, monkeypatch):
         save(store, weights(2.0), step=1)
     assert (stage / "theirs").read_text() == "x"
     state = weights(-1.0)
-    manifest = find_resumable(store, group=None, on_reject=lambda *_: None)
-    load_checkpoint(store, manifest, state, group=None)
+    resume(store, state, group=None, on_reject=lambda *_: None)
     assert value_of(state) == 1.0
 
 
@@ -125,18 +131,6 @@ def test_what_the_manifest_says_of_a_save(tmp_path):
     assert manifest.created_at.isoformat() == "2025-06-15T15:06:40+00:00"
     assert (manifest.run_id, manifest.reason, manifest.world_size) == ("run", "test", 1)
     assert manifest.size == sum(f.size for f in manifest.files) == first.size
-
-
-@given(st.lists(st.integers(0, 20), max_size=8), st.integers(1, 9))
-def test_the_shares_of_all_ranks_are_all_blocks_once(counts, world):
-    files = [FileEntry(f"f{i}", count, ("x",) * count) for i, count in enumerate(counts)]
-    found = [
-        (file.name, block)
-        for rank in range(world)
-        for file, blocks in _share(files, rank, world)
-        for block in blocks
-    ]
-    assert found == [(f.name, block) for f in files for block in range(len(f.block_hashes))]
 
 
 def test_a_save_costs_no_second_read_of_the_shards(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_forge.checkpoint.load import find_resumable, load_checkpoint
+from slurm_forge.checkpoint.load import resume
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.errors import CheckpointError
 from tests.unit.checkpoint.helpers import bitwise, open_store, save
@@ -52,8 +52,7 @@ def train(model, optimizer, steps, scheduler=None):
 def through_disk(tmp_path, old: TrainingState, new: TrainingState):
     store = open_store(tmp_path)
     save(store, old)
-    manifest = find_resumable(store, group=None, on_reject=lambda *_: pytest.fail("rejected"))
-    return load_checkpoint(store, manifest, new, group=None)
+    return resume(store, new, group=None, on_reject=lambda *why: pytest.fail(f"rejected: {why}"))
 
 
 def tensors_of(value, path="") -> dict[str, torch.Tensor]:
@@ -166,8 +165,7 @@ def test_loading_is_in_place(tmp_path):
     optimizer.param_groups[0]["lr"].mul_(0.5)
     lr = optimizer.param_groups[0]["lr"]
     before = tensors_of([model.state_dict(), optimizer.state_dict()])
-    manifest = find_resumable(store, group=None, on_reject=lambda *_: None)
-    load_checkpoint(store, manifest, state, group=None)
+    resume(store, state, group=None, on_reject=lambda *why: pytest.fail(f"rejected: {why}"))
     now = [model.state_dict(), optimizer.state_dict()]
     assert_same(now, list(wanted))
     for key, tensor in tensors_of(now).items():

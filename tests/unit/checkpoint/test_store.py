@@ -7,9 +7,15 @@ import random
 import pytest
 
 from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.load import find_resumable, load_checkpoint
+from slurm_forge.checkpoint.load import resume as resume_newest
+from slurm_forge.checkpoint.shardread import ShardReader
 from slurm_forge.checkpoint.store import CheckpointStore
-from slurm_forge.errors import CheckpointRejectedError, FencedError, UnsafeFileError
+from slurm_forge.errors import (
+    CheckpointMissingError,
+    CheckpointRejectedError,
+    FencedError,
+    UnsafeFileError,
+)
 from tests.unit.checkpoint.helpers import no_fence, open_store, save, value_of, weights
 
 
@@ -20,13 +26,13 @@ def listing(store):
 def resume(store, **options):
     """The value that a restart would train on, and what it passed over, with reasons."""
     rejected = []
-    manifest = find_resumable(
-        store, group=None, on_reject=lambda name, why: rejected.append((name, why)), **options
-    )
-    if manifest is None:
-        return None, rejected
     state = weights(-1.0)
-    loaded = load_checkpoint(store, manifest, state, group=None)
+    loaded = resume_newest(
+        store, state, group=None, on_reject=lambda name, why: rejected.append((name, why)),
+        **options,
+    )  # fmt: skip
+    if loaded is None:
+        return None, rejected
     assert loaded.extra["value"] == value_of(state)
     return value_of(state), rejected
 
@@ -66,7 +72,7 @@ def test_junk_stages_and_trash_are_not_looked_at(tmp_path):
 
 @pytest.mark.parametrize("damage", [
     "flip a bit of a shard", "truncate a shard", "append to a shard", "delete a shard",
-    "delete the manifest", "truncate the manifest", "delete .metadata", "flip a bit of .metadata",
+    "delete the manifest", "truncate the manifest", "delete the index", "flip a bit of the index",
     "empty", "swap a shard", "a shard that is a link", "a shard that others may write",
     "a directory that others may write", "a directory that is a link", "a copy with a higher step",
     "another run's", "a directory instead of a shard",
@@ -77,7 +83,7 @@ def test_a_damaged_one_is_passed_over_with_a_reason(tmp_path, damage):
     good = save(store, weights(2.0), step=2)
     bad = save(store, weights(3.0), step=3)
     shard, manifest, meta = (
-        bad.path / n for n in ("__0_0.distcp", "manifest.json", ".metadata")
+        bad.path / n for n in ("rank-00000.data", "manifest.json", "index.json")
     )  # fmt: skip
     expected = bad.name
     if damage.startswith("flip"):
@@ -118,7 +124,7 @@ def test_a_damaged_one_is_passed_over_with_a_reason(tmp_path, damage):
         for path in bad.path.iterdir():
             path.unlink()
     else:
-        {"a shard": shard, "the manifest": manifest, ".metadata": meta}[
+        {"a shard": shard, "the manifest": manifest, "the index": meta}[
             damage.removeprefix("delete ")
         ].unlink()
 
@@ -132,7 +138,7 @@ def test_a_foreign_owner_is_refused(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     store = open_store(tmp_path)
-    for part in ("__0_0.distcp", "manifest.json", ""):
+    for part in ("rank-00000.data", "manifest.json", ""):
         saved = save(store, weights(1.0))
         os.chown(saved.path / part, 65534, -1)
         with pytest.raises(CheckpointRejectedError, match="65534"):
@@ -159,7 +165,7 @@ def test_what_is_written_is_private(tmp_path):
     assert saved.path.stat().st_mode & 0o777 == 0o700
     assert {p.stat().st_mode & 0o777 for p in saved.path.iterdir()} == {0o600}
     assert sorted(p.name for p in saved.path.iterdir()) == [
-        ".metadata", "__0_0.distcp", "manifest.json",
+        "index.json", "manifest.json", "rank-00000.data",
     ]  # fmt: skip
 
 
@@ -170,6 +176,49 @@ def test_ineligible_ones_are_passed_over(tmp_path):
     value, rejected = resume(store, eligible=lambda n: "suspect" if n.step > 1 else None)
     assert value == 1.0
     assert [(name.step, why) for name, why in rejected] == [(3, "suspect"), (2, "suspect")]
+
+
+def test_checkpoints_of_which_none_is_usable_are_not_the_same_as_none(tmp_path):
+    """To start over there would throw away a history that a person may be able to repair."""
+    store = open_store(tmp_path)
+    names = [save(store, weights(float(step)), step=step).name for step in (1, 2)]
+    rejected = []
+    with pytest.raises(CheckpointMissingError) as caught:
+        resume_newest(
+            store, weights(), group=None, eligible=lambda name: "suspect",
+            on_reject=lambda *what: rejected.append(what),
+        )  # fmt: skip
+    assert "journal" in caught.value.next_step
+    assert rejected == [(names[1], "suspect"), (names[0], "suspect")]
+    for name in names:
+        (store.path(name) / "rank-00000.data").unlink()
+    with pytest.raises(CheckpointMissingError):
+        resume_newest(store, weights(), group=None, on_reject=lambda *_: None)
+
+
+def test_what_a_damaged_one_had_filled_in_already_is_gone_after_the_older_one(tmp_path):
+    """The last file of the newest one is bad: everything before it has been read into place."""
+    store = open_store(tmp_path)
+    save(store, weights(1.0, size=3000), step=1)
+    bad = save(store, weights(2.0, size=3000), step=2)
+    state = weights(-1.0, size=3000)
+    real = ShardReader.read_data
+
+    def spoil_afterwards(self, plan, planner):
+        done = real(self, plan, planner)
+        if self._directory == bad.path:
+            raise OSError(5, "the disk is gone")
+        return done
+
+    rejected = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardReader, "read_data", spoil_afterwards)
+        loaded = resume_newest(
+            store, state, group=None, on_reject=lambda *what: rejected.append(what)
+        )
+    assert [name for name, _ in rejected] == [bad.name] and "the disk is gone" in rejected[0][1]
+    assert value_of(state) == loaded.extra["value"] == 1.0
+    assert loaded.manifest.step == 1
 
 
 def test_a_manifest_edited_by_hand_is_rejected(tmp_path):
@@ -209,7 +258,7 @@ def test_prune_never_leaves_fewer_than_two_that_are_whole(tmp_path):
     store = open_store(tmp_path)
     names = [save(store, weights(float(i)), step=i).name for i in range(5)]
     for index in (4, 3, 1):
-        (store.path(names[index]) / "__0_0.distcp").unlink()
+        (store.path(names[index]) / "rank-00000.data").unlink()
     result = prune(store, [])
     # The newest stays (a look at it may be wanted), 2 and 0 are the two newest whole ones.
     assert set(result.removed) == {names[3], names[1]}

@@ -27,7 +27,7 @@ IN_A_JOB = [
     ("resources:\n  ntasks-per-node: 2", 4, 'resources.ntasks-per-node: unknown key (did you mean "tasks_per_node"?)'),
     ("resources: {gpus: 8}", 3, 'resources.gpus: unknown key (did you mean "gpus_per_node"?)'),
     ("checkpoint: {keep: 3}", 3, 'checkpoint.keep: unknown key (did you mean "keep_last"?)'),
-    ("checkpoint: {zzz: 3}", 3, "checkpoint.zzz: unknown key (known here: every_steps, every_minutes, keep_last, keep_best, good_after_steps)"),
+    ("checkpoint: {zzz: 3}", 3, "checkpoint.zzz: unknown key (known here: every_steps, every_minutes, background, keep_last, keep_best, good_after_steps)"),
     ("recovery: {nan: []}", 3, 'recovery.nan: unknown key (did you mean "non_finite"?)'),
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
     # types

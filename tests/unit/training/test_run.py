@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 import slurm_forge as forge
+from slurm_forge.checkpoint import save as save_module
 from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.control import LaunchBrief, Request, RequestKind
 from slurm_forge.control import protocol as p
@@ -117,7 +121,9 @@ def lab(tmp_path: Path) -> Callable[..., Lab]:
     def make(**spec: Any) -> Lab:
         directory = RunDirectory.at(tmp_path / "run")
         directory.create(b"")
-        return Lab(directory, spec)
+        # What is saved when is easier to tell where training waits for it.
+        checkpoint = {"background": False, **spec.pop("checkpoint", {})}
+        return Lab(directory, {"checkpoint": checkpoint, **spec})
 
     return make
 
@@ -149,6 +155,76 @@ def test_saves_by_steps_and_at_the_end(lab):
     assert run.finish() == 5
     assert made.saved() == [(2, "every_steps"), (4, "every_steps"), (5, "final")]
     assert channel.said == [p.Through(step=5), p.Finished(step=5)]
+
+
+class SlowDisk:
+    """Shards are written when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        real = save_module.write_shard_file
+
+        def write(*given: Any, **options: Any) -> Any:
+            self.reached.set()
+            assert self.go_on.wait(20)
+            if self.error is not None:
+                raise self.error
+            return real(*given, **options)
+
+        monkeypatch.setattr(save_module, "write_shard_file", write)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(lab, monkeypatch):
+    made, disk = lab(checkpoint={"every_steps": 2, "background": True}), SlowDisk(monkeypatch)
+    run, _ = made.start()
+    model = prepared(run)
+    seen = []
+    run.on("on_save")(lambda step, name: seen.append((step, run.step_number)))
+    for batch in batches(run, 4):
+        if run.step_number == 3:
+            assert disk.reached.wait(20)
+            assert made.saved() == []
+            weights = model.weight.detach().clone()
+            disk.go_on.set()
+        run.train_step(batch, lambda micro: model(micro).square().mean())
+    run.finish()
+    assert made.saved() == [(2, "every_steps"), (4, "every_steps")]
+    assert [step for step, _ in seen] == [2, 4]
+    assert not torch.equal(weights, model.weight), "nothing was learned meanwhile"
+
+
+def test_a_save_that_fails_in_the_background_costs_a_line_and_not_the_run(lab, monkeypatch):
+    made, disk = lab(checkpoint={"every_steps": 2, "background": True}), SlowDisk(monkeypatch)
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    disk.go_on.set()
+    run, _ = made.start()
+    model = prepared(run)
+    for batch in batches(run, 5):
+        if run.step_number == 3:
+            while not made.events(ev.CheckpointFailed):  # the timeout of every test ends this
+                time.sleep(0.01)
+            disk.error = None
+        run.train_step(batch, lambda micro: model(micro).square().mean())
+    run.finish()
+    assert made.saved() == [(4, "every_steps"), (5, "final")]
+    (failed,) = made.events(ev.CheckpointFailed)
+    assert failed.step == 2
+    assert "No space left" in failed.reason
+
+
+def test_a_stop_waits_for_the_save_in_flight_and_does_not_repeat_it(lab, monkeypatch):
+    made = lab(checkpoint={"every_steps": 2, "background": True})
+    disk = SlowDisk(monkeypatch)
+    run, channel = made.start(due={Position(2): RequestKind.STOP})
+    model = prepared(run)
+    threading.Timer(0.2, disk.go_on.set).start()
+    with pytest.raises(RunStopped):
+        train(run, model, 5)
+    assert [step for step, _ in made.saved()] == [2]
+    (stopped,) = channel.said
+    assert isinstance(stopped, p.Stopped)
+    assert stopped.checkpoint is not None
 
 
 def test_what_is_saved_already_is_not_saved_again_at_the_end(lab):
@@ -359,7 +435,7 @@ def test_a_save_in_an_evaluation_keeps_the_random_state_of_the_training(lab):
     evaluating(run, prepared(run), 4)
     expected = draws()
     assert made.saved() == [(2, "asked")]
-    saving = channel.phases.index("save")
+    saving = channel.phases.index("save", channel.phases.index("eval"))
     assert channel.phases[saving - 1 : saving + 2] == ["eval", "save", "eval"]
     run, _ = made.start()
     assert evaluating(run, prepared(run), 4) == [2]

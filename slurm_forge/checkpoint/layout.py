@@ -1,0 +1,76 @@
+"""Which bytes of which file hold which part of which tensor: facts, no torch.distributed.
+
+A rank's file is its shards one after another, each at a multiple of ``ALIGN``, as they lie in
+memory, in the order of its plan: where everything lies follows from the plan alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ALIGN", "Place", "Shard", "lay_out", "tiles"]
+
+#: A shard begins at a multiple of this: any dtype can be viewed in place.
+ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rectangular part of a tensor: ``offsets`` and ``sizes`` inside of the whole ``shape``."""
+
+    key: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a file."""
+        return math.prod(self.sizes) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a shard lies: in the file numbered ``file``, at byte ``at``."""
+
+    file: int
+    at: int
+
+
+def lay_out(shards: Sequence[Shard]) -> tuple[list[int], int]:
+    """Where each shard begins in its rank's file, and how long that is."""
+    places: list[int] = []
+    end = 0
+    for shard in shards:
+        end = -(-end // ALIGN) * ALIGN
+        places.append(end)
+        end += shard.nbytes
+    return places, end
+
+
+def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets and sizes, inside of ``shape``) cover it, each element once."""
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    full = [box for box in boxes if math.prod(box[1])]
+    if len(full) < 2:
+        return True
+    # As many elements as there are, and none twice, are all of them.  Sorted along the dimension
+    # in which most boxes differ, a box can only meet the few that begin before it ends.
+    along = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in full}))
+    full.sort(key=lambda box: box[0][along])
+    for number, (offsets, sizes) in enumerate(full):
+        for others, other_sizes in itertools.islice(full, number + 1, None):
+            if others[along] >= offsets[along] + sizes[along]:
+                break
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(offsets, sizes, others, other_sizes, strict=True)
+            ):
+                return False
+    return True

@@ -1,0 +1,205 @@
+"""Who writes what: planned by DCP's planner over all ranks, and kept as long as nothing changes.
+
+Planning thousands of tensors takes seconds (every rank's list goes to rank 0 and is checked there),
+so a plan is made once and used again while every rank's tensors have the names, shapes, dtypes and
+placements that it was made for.  Ranks tell that by the plan's number in the exchange that every
+save has anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.index import Index, SavedTensor, data_file, dtype_named
+from slurm_forge.checkpoint.jsonstate import Json
+from slurm_forge.checkpoint.layout import Place, Shard, lay_out
+from slurm_forge.checkpoint.planner import ForgeSavePlanner
+from slurm_forge.checkpoint.state import Captured
+from slurm_forge.checkpoint.tensors import Tensors
+
+__all__ = ["Plan", "Planner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only."""
+
+    number: int
+    shards: tuple[Shard, ...]
+    places: tuple[int, ...]
+    size: int
+    index: bytes
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans saves; keeps the last plan.  ``known`` and ``make`` are called on all ranks alike."""
+
+    _plan: Plan | None = None
+    _made_for: _Shape | None = None
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def known(self, captured: Captured) -> int:
+        """The number of the plan that fits this rank's tensors as they are now; 0 if none does."""
+        if self._plan is None or self._made_for is None or not self._made_for.fits(captured):
+            return 0
+        return self._plan.number
+
+    @property
+    def plan(self) -> Plan:
+        """The last plan made."""
+        if self._plan is None:
+            raise AssertionError("nothing has been planned yet")
+        return self._plan
+
+    def make(self, captured: Captured, ranks: Ranks) -> Plan:
+        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't."""
+        dcp = ForgeSavePlanner(captured.alike)
+        shards: list[Shard] = []
+        error: Exception | None = None
+        try:
+            dcp.set_up_planner(captured.tensors, is_coordinator=ranks.rank == 0)
+            shards = [_shard(item) for item in dcp.create_local_plan().items]
+        except Exception as caught:
+            error = caught
+        index = b""
+
+        def plan_all(reports: Sequence[Any]) -> Json:
+            nonlocal index
+            everybody = [[_from_row(row) for row in rows] for rows in reports]
+            chosen = choose(dcp, everybody)
+            index = index_of(everybody, chosen).to_bytes()
+            return list[Json](list[Json](mine) for mine in chosen)
+
+        chosen = ranks.agree(
+            error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
+        )
+        mine = tuple(shards[number] for number in chosen[ranks.rank])
+        places, size = lay_out(mine)
+        self._plan = Plan(next(self._numbers), mine, tuple(places), size, index)
+        self._made_for = _Shape.of(captured)
+        return self._plan
+
+
+def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[list[int]]:
+    """Which of its shards each rank is to write, by their numbers in its list."""
+    items = [[_item(shard) for shard in shards] for shards in everybody]
+    plans, _ = dcp.create_global_plan([SavePlan(each) for each in items])
+    numbers = [{item.index: number for number, item in enumerate(each)} for each in items]
+    return [[numbers[rank][item.index] for item in plan.items] for rank, plan in enumerate(plans)]
+
+
+def index_of(everybody: Sequence[Sequence[Shard]], chosen: Sequence[Sequence[int]]) -> Index:
+    """The index of a checkpoint in which each rank writes what is chosen for it."""
+    found: dict[str, list[tuple[Shard, Place]]] = {}
+    for rank, (shards, numbers) in enumerate(zip(everybody, chosen, strict=True)):
+        mine = [shards[number] for number in numbers]
+        for shard, at in zip(mine, lay_out(mine)[0], strict=True):
+            found.setdefault(shard.key, []).append((shard, Place(rank, at)))
+    tensors = {
+        key: SavedTensor(parts[0][0].shape, dtype_named(parts[0][0].dtype), tuple(parts))
+        for key, parts in found.items()
+    }
+    return Index(tuple(data_file(rank) for rank in range(len(everybody))), tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Everything of a captured state that a plan depends on."""
+
+    keys: list[str]
+    sizes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    placed: list[Any]
+    alike: frozenset[str]
+
+    @classmethod
+    def of(cls, captured: Captured) -> _Shape:
+        tensors = captured.tensors.values()
+        return cls(
+            list(captured.tensors),
+            [tensor.shape for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            _placements(captured.tensors),
+            captured.alike,
+        )
+
+    def fits(self, captured: Captured) -> bool:
+        tensors = captured.tensors.values()
+        return (
+            list(captured.tensors) == self.keys
+            and [tensor.shape for tensor in tensors] == self.sizes
+            and [tensor.dtype for tensor in tensors] == self.dtypes
+            and _placements(captured.tensors) == self.placed
+            and captured.alike == self.alike
+        )
+
+
+def _placements(tensors: Tensors) -> list[Any]:
+    return [
+        (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+        for tensor in tensors.values()
+    ]
+
+
+def _shard(item: WriteItem) -> Shard:
+    data = item.tensor_data
+    if data is None:
+        raise TypeError(f"{item.index.fqn} is not a tensor")
+    dtype = data.properties.dtype
+    return Shard(
+        key=item.index.fqn,
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+    )
+
+
+def _item(shard: Shard) -> WriteItem:
+    offsets = torch.Size(shard.offsets)
+    return WriteItem(
+        index=MetadataIndex(shard.key, offsets),
+        # Also for a whole tensor: DCP takes a second item of one name only if it is a shard.
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(shard.sizes)),
+            properties=TensorProperties(dtype=dtype_named(shard.dtype)),
+            size=torch.Size(shard.shape),
+        ),
+    )
+
+
+def _to_row(shard: Shard) -> Json:
+    return [
+        shard.key,
+        shard.dtype,
+        shard.itemsize,
+        list[Json](shard.shape),
+        list[Json](shard.offsets),
+        list[Json](shard.sizes),
+    ]
+
+
+def _from_row(row: Sequence[Any]) -> Shard:
+    key, dtype, itemsize, shape, offsets, sizes = row
+    return Shard(key, dtype, itemsize, tuple(shape), tuple(offsets), tuple(sizes))

@@ -1,0 +1,92 @@
+"""When a run saves, and what has to be settled before and after: the main thread's side."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.spec.job import CheckpointSpec
+from slurm_forge.training import rng
+from slurm_forge.training.boundary import Boundaries
+from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.registry import Registry
+from slurm_forge.training.saver import Progress, Saver
+from slurm_forge.training.skips import Skips
+
+__all__ = ["Saves"]
+
+
+class Saves:
+    """Every method is called on all ranks at the same place of the program."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        asked: CheckpointSpec,
+        *,
+        registry: Registry,
+        progress: Progress,
+        skips: Skips,
+        hooks: Hooks,
+        boundaries: Boundaries,
+    ) -> None:
+        self._saver = saver
+        self._asked = asked
+        self._registry = registry
+        self._progress = progress
+        self._skips = skips
+        self._hooks = hooks
+        self._boundaries = boundaries
+        self._prepared = False
+        #: The random state of the training, while a phase goes on with one of its own.
+        self.random: dict[str, torch.Tensor] | None = None
+
+    def boundary(self, *, stepped: bool) -> None:
+        """Between two steps: what is over is settled, what is due is begun."""
+        if self._saver.landed:
+            self.settle()
+        if stepped and not self._prepared:
+            # After the first step, because optimizers have no state before it.
+            self._prepared = True
+            with self._saving():
+                self._saver.prepare(self._registry, self._progress, rng.capture())
+        every, step = self._asked.every_steps, self._progress.step
+        if every is not None and step > 0 and step % every == 0 and self._saver.begun != step:
+            self.save("every_steps")
+
+    def save(self, reason: str, *, wait: bool = False) -> None:
+        """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
+        self.settle()
+        self._skips.read_all()
+        random = rng.capture() if self.random is None else self.random
+        wait = wait or not self._asked.background
+        with self._saving():
+            self._tell(self._saver.save(reason, self._registry, self._progress, random, wait=wait))
+
+    def settle(self) -> None:
+        """Wait for a save in the background, which is over if it was begun long ago."""
+        if self._saver.flying:
+            with self._saving():
+                self._tell(self._saver.settle())
+
+    def have(self, reason: str) -> bool:
+        """Save unless this step is on disk already; whether it is now."""
+        self.settle()
+        step = self._progress.step
+        if self.last is None or self.last.step != step:
+            self.save(reason, wait=True)
+        return self.last is not None and self.last.step == step
+
+    @property
+    def last(self) -> CheckpointName | None:
+        """The last checkpoint that all ranks know of."""
+        return self._saver.last
+
+    def _saving(self) -> AbstractContextManager[None]:
+        return self._boundaries.meanwhile("save")
+
+    def _tell(self, name: CheckpointName | None) -> None:
+        if name is not None:
+            self._hooks.call("on_save", step=name.step, name=str(name))
