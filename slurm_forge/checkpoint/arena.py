@@ -6,6 +6,7 @@ is kept from save to save.  With CUDA it is pinned: the device copies into it wh
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -49,8 +50,11 @@ class Arena:
 
 
 def _anonymous(size: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Not for children: loader workers would make every page be copied once more, and direct I/O
+    # on memory that a fork shares may read or write the wrong copy (open(2), notes on O_DIRECT).
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)  # a few large pages instead of thousands of small ones
     bytes_ = np.frombuffer(memory, dtype=np.uint8)
     for start in range(0, size, _PIECE):  # on this thread alone: somebody may be training

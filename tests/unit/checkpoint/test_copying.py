@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.checkpoint import copying
+from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.copying import Copier, Filling
 from tests.unit.checkpoint.helpers import bitwise
 
@@ -54,6 +57,7 @@ def test_all_of_every_tensor_arrives(wanted):
     assert all(map(bitwise, into, sources))
 
 
+MAPS = Path("/proc/self/maps")
 LARGE = torch.randn(20_000, dtype=torch.complex64)
 
 
@@ -92,3 +96,19 @@ def test_what_is_promised_is_waited_for_once():
     filling.wait(5)
     filling.wait(10)
     assert arrived == [1]
+
+
+def test_a_child_does_not_share_the_arena():
+    """Else each of its pages is copied once more, and direct I/O may see the other copy."""
+    arena = Arena()
+    arena.reserve(1 << 20)
+    address = arena.view(0, 1).data_ptr()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        maps = [line.split()[0].split("-") for line in MAPS.read_text().splitlines()]
+        mapped = any(int(low, 16) <= address < int(high, 16) for low, high in maps)
+        os.write(writer, b"1" if mapped else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1) == b"0"
