@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from slurm_forge.errors import CheckpointError
+
 __all__ = ["Copier", "Filling"]
 
 #: Below this torch copies on the calling thread.
@@ -58,8 +60,13 @@ class Filling:
             self._condition.wait_for(
                 lambda: self._until >= until or self._promised or self._error is not None
             )
-            if self._error is not None:
+            if isinstance(self._error, Exception):
                 raise self._error
+            if self._error is not None:  # who waits has others to tell, and is not to be unwound
+                raise CheckpointError(
+                    f"the copy was interrupted by {type(self._error).__name__}",
+                    next_step="The checkpoint before it is untouched.",
+                ) from self._error
             if self._until < until and self._promised is not None:
                 self._promised[1]()
                 self._until = self._promised[0]
@@ -112,7 +119,9 @@ class Copier:
         running = [self._threads.submit(np.copyto, *piece) for piece in pieces]
         if rest:
             with torch.no_grad():
-                torch._foreach_copy_(rest_into, rest, non_blocking=True)
+                # Elsewhere nothing would tell when a copy has arrived.
+                late = all(source.is_cpu or source.is_cuda for source in rest)
+                torch._foreach_copy_(rest_into, rest, non_blocking=late)
         for each in running:
             each.result()
         return not any(source.is_cuda for source in rest)

@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.index import Index, SavedTensor, data_file, dtype_named
+from slurm_forge.checkpoint.index import INDEX_LIMIT, Index, SavedTensor, data_file, dtype_named
 from slurm_forge.checkpoint.jsonstate import Json
 from slurm_forge.checkpoint.layout import Place, Shard, lay_out
 from slurm_forge.checkpoint.planner import ForgeSavePlanner
 from slurm_forge.checkpoint.state import Captured
 from slurm_forge.checkpoint.tensors import Tensors
+from slurm_forge.errors import CheckpointError
 
 __all__ = ["Plan", "Planner"]
 
@@ -87,6 +88,11 @@ class Planner:
             everybody = [[_from_row(row) for row in rows] for rows in reports]
             chosen = choose(dcp, everybody)
             index = index_of(everybody, chosen).to_bytes()
+            if len(index) > INDEX_LIMIT:
+                raise CheckpointError(
+                    f"the index has {len(index)} bytes, {INDEX_LIMIT} can be read back",
+                    next_step="Please report it with the number of tensors and ranks.",
+                )
             return list[Json](list[Json](mine) for mine in chosen)
 
         chosen = ranks.agree(

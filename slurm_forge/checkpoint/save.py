@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -73,9 +73,13 @@ class Flight:
         """Wait for the end; raises what ``CheckpointWriter.begin`` says."""
         return self._end.result()
 
-    def wait(self) -> None:
-        """Wait for the end, whatever it is."""
-        self._end.exception()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end, whatever it is; False if it did not come in so many seconds."""
+        try:
+            self._end.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _fly(self, persist: Callable[[], Saved], after: After) -> None:
         try:
@@ -154,13 +158,14 @@ class CheckpointWriter:
         except Exception:
             self._discard(stage)
             raise
+        document = captured.document  # the tensors are not kept for as long as the write takes
         filling = Filling()
         blocked: Future[timedelta] = Future()
 
         def seal(reports: Sequence[Any]) -> dict[str, Json]:
             manifest = _seal(
                 name,
-                captured.document,
+                document,
                 reports,
                 run_id=self._store.run_id,
                 sequence=self._store.next_sequence(),
@@ -185,9 +190,16 @@ class CheckpointWriter:
         self._flight = flight = Flight(name)
         self._make_room(plan, captured, filling)
         # What has been copied is written while the rest is copied, also where this is waited for.
-        threading.Thread(
+        thread = threading.Thread(
             target=flight._fly, args=(persist, after), name="forge-save", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread to be had: the others hear of it as of any fault
+            blocked.set_result(timedelta(seconds=time.monotonic() - started))
+            filling.fail(error)
+            flight._fly(persist, after)
+            return flight
         try:
             self._copy(plan, captured, filling)
         finally:
@@ -212,7 +224,8 @@ class CheckpointWriter:
         self._views, self._views_of = [], 0  # they would keep memory alive that is given back
 
         def warm() -> None:
-            with contextlib.suppress(MemoryError):  # the save itself will say so
+            # Whatever it is, the save itself will say so: mmap lacks memory with an OSError.
+            with contextlib.suppress(MemoryError, OSError, RuntimeError):
                 self._arena.reserve(plan.size)
 
         self._warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
@@ -264,10 +277,9 @@ class CheckpointWriter:
             sources = [_local(captured.tensors[shard.key]) for shard in plan.shards]
             ends = [at + shard.nbytes for at, shard in zip(plan.places, plan.shards, strict=True)]
             self._copier.copy(self._views, sources, ends, filling)
-            if any(source.is_cuda for source in sources):
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                filling.promise(plan.size, event.synchronize)
+            devices = {source.device for source in sources if source.is_cuda}
+            if devices:
+                filling.promise(plan.size, _when_copied(devices))
         except BaseException as error:
             filling.fail(error)
             if not isinstance(error, Exception):
@@ -353,6 +365,22 @@ def _capture(state: TrainingState) -> tuple[Captured | None, Exception | None]:
         return state.capture(), None
     except Exception as caught:
         return None, caught
+
+
+def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
+    """What returns when all that was enqueued so far on the current stream of each is done."""
+    events = []
+    for device in devices:
+        with torch.cuda.device(device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            events.append(event)
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return wait
 
 
 def _same_shape(shapes: Sequence[str]) -> None:

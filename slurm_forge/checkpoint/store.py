@@ -134,6 +134,11 @@ class CheckpointStore:
             # As seen from here: a rank on a node with another file system wrote somewhere else.
             os.close(open_entry(stage / file.name, file))
         data = manifest.to_bytes()
+        if len(data) > MANIFEST_LIMIT:
+            raise CheckpointError(
+                f"the manifest has {len(data)} bytes, {MANIFEST_LIMIT} can be read back",
+                next_step="Keep what is large as tensors: state_dict() returns long Python lists.",
+            )
         if not create_exclusive(stage / MANIFEST_NAME, data):
             raise CheckpointError(
                 f"{stage} has a manifest already", next_step="Remove the directory and save again."
@@ -160,15 +165,19 @@ class CheckpointStore:
         fence: Callable[[], None],
         *,
         current: tuple[int, int] | None = None,
+        distrusted: Collection[CheckpointName] = (),
     ) -> Pruned:
         """Delete checkpoints that are not to be kept, and what earlier deletions left.
 
         Kept in any case: the newest, and the two newest whose manifest and sizes are right; while
         fewer than two are, nothing is deleted.  ``fence`` is asked before each deletion and may
         raise.  ``current`` is (attempt, launch) of the caller: stages of lower ones, whose writers
-        are gone or fenced, are deleted too.  Everything else that goes wrong is only reported.
+        are gone or fenced, are deleted too.  ``distrusted`` were read and found damaged: sizes and
+        manifests tell nothing of that, and without them here a damaged one of a higher step would
+        push out the good ones.  Everything else that goes wrong is only reported.
         """
-        names = self.candidates()
+        # What was found damaged counts for nothing, whatever its step; it stays for a person.
+        names = [name for name in self.candidates() if name not in distrusted]
         protected = set(keep(names) if callable(keep) else keep)
         protected.update(names[:1])
         verified = 0

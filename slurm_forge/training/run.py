@@ -85,9 +85,10 @@ class Run:
             journal=journal,
             member=member,
             group=groups.cpu,
+            let_land=self._saver.let_land,
             late=device.type == "cuda",
         )
-        self._restored = self._stepped = False
+        self._restored = self._resumed = self._stepped = False
         self._snapshot: BufferSnapshot | None = None
         self._global_batch = 0
         self._until: int | None = None
@@ -152,7 +153,7 @@ class Run:
         ``run.batches`` calls it; a loop of somebody else's calls it once, after ``register``.
         """
         if self._restored:
-            return self._saver.last is not None
+            return self._resumed
         self._restored = True
         self._member.enter("load", started=False)
         require_same(
@@ -183,7 +184,8 @@ class Run:
         if name is not None:
             self._hooks.call("on_resume", step=self._progress.step)
         self._hooks.call("on_train_begin", step=self._progress.step)
-        return name is not None
+        self._resumed = name is not None
+        return self._resumed
 
     def batches(
         self,
@@ -380,6 +382,10 @@ class Run:
     def micro_batch(self) -> int:
         """Samples per forward pass in force; 0 before ``batches``."""
         return self._micro_batch
+
+    def let_land(self) -> None:
+        """Something was raised: a save that is being written may be what is resumed from."""
+        self._saver.let_land()
 
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""

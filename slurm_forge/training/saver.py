@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from slurm_forge.errors import (
     CheckpointMissingError,
     FencedError,
     RanksLostError,
+    UnsupportedError,
 )
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import CheckpointCommitted, CheckpointFailed, CheckpointRejected
@@ -30,6 +31,10 @@ from slurm_forge.training.context import RankContext
 from slurm_forge.training.registry import Registry
 
 __all__ = ["Progress", "Saver"]
+
+#: Checkpoints of its own after which a launch needs the one it was resumed from no more.
+_TRUSTED = 2
+_LAND_WITHIN_S = 60.0
 
 
 @dataclass(slots=True)
@@ -82,6 +87,9 @@ class Saver:
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
         self._writer = CheckpointWriter(self._store, group=group, background=background)
         self._flight: Flight | None = None
+        #: On rank 0: what was read and found damaged.
+        self._distrusted: set[CheckpointName] = set()
+        self._resumed_from: CheckpointName | None = None
         #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
         #: The step of the last save that was begun, whatever came of it.
@@ -134,7 +142,20 @@ class Saver:
         self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
     ) -> None:
         """Get ready for saves: the objects have their state by now.  Collective."""
-        self._writer.prepare(self._state(registry, progress, random))
+        try:
+            self._writer.prepare(self._state(registry, progress, random))
+        except RanksLostError:
+            raise
+        except CheckpointError as error:  # no storage has been touched: the program is to be mended
+            raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def let_land(self) -> None:
+        """Before this launch is given up: what is being written may well be what is resumed from.
+
+        No collective of the main thread's; waits a minute at most.
+        """
+        if self._flight is not None:
+            self._flight.wait(_LAND_WITHIN_S)
 
     @property
     def flying(self) -> bool:
@@ -181,8 +202,8 @@ class Saver:
         with contextlib.suppress(OSError, FencedError):  # the next save asks again
             self._prune()
 
-    def _write(self, event: CheckpointCommitted | CheckpointFailed) -> None:
-        # A save ends the same on all ranks: rank 0 alone must not fail over a line about it.
+    def _write(self, event: CheckpointCommitted | CheckpointFailed | CheckpointRejected) -> None:
+        # What happened is the same on all ranks: rank 0 alone must not fail over a line about it.
         if self._journal is not None:
             with contextlib.suppress(OSError):
                 self._journal.write(event)
@@ -217,6 +238,7 @@ class Saver:
             rng.derive(self._context.spec.seed, progress.step, self._context.rank)
         self.last = manifest.name
         self.begun = manifest.step
+        self._resumed_from = manifest.name
         return manifest.name, exact
 
     def _state(
@@ -235,13 +257,21 @@ class Saver:
         return f"rng/rank-{self._context.rank}/"
 
     def _rejected(self, name: CheckpointName, reason: str) -> None:
-        if self._journal is not None:
-            self._journal.write(CheckpointRejected(name=str(name), reason=reason))
+        self._distrusted.add(name)
+        self._write(CheckpointRejected(name=str(name), reason=reason))
 
     def _prune(self) -> None:
         brief, keep = self._context.brief, self._context.spec.checkpoint.keep_last
+        own = (brief.attempt, brief.launch)
+
+        def wanted(names: Sequence[CheckpointName]) -> list[CheckpointName]:
+            kept = list(names[:keep])
+            # What this launch was resumed from is known to load; its own are not yet.
+            mine = [name for name in names if (name.attempt, name.launch) == own]
+            if self._resumed_from is not None and len(mine) < _TRUSTED:
+                kept.append(self._resumed_from)
+            return kept
+
         self._store.prune(
-            lambda names: names[:keep],
-            self._context.fence,
-            current=(brief.attempt, brief.launch),
+            wanted, self._context.fence, current=own, distrusted=frozenset(self._distrusted)
         )

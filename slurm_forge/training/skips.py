@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -33,7 +33,7 @@ class Skips:
     """Takes the verdict of every step in; raises ``LaunchGivenUp`` on all ranks together.
 
     With ``late`` (on a GPU) a verdict is read one step later, when it has long arrived on the host:
-    no step waits for the device.
+    no step waits for the device.  ``let_land`` waits for a save in flight before all is given up.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Skips:
         journal: JournalWriter | None,
         member: Member,
         group: dist.ProcessGroup | None,
+        let_land: Callable[[], None],
         late: bool,
     ) -> None:
         self._context = context
@@ -55,6 +56,7 @@ class Skips:
         self._journal = journal
         self._member = member
         self._group = group
+        self._let_land = let_land
         self._keep = 1 if late else 0
         self._limit = max(1, skips_allowed(context.spec.recovery, Cause.NON_FINITE))
         self._unread: deque[tuple[Sequence[Applied], StepSkipped, tuple[str, ...]]] = deque()
@@ -111,6 +113,7 @@ class Skips:
         self._give_up(what.step, text)
 
     def _give_up(self, step: int, text: str) -> NoReturn:
+        self._let_land()
         self._member.send(Recover(cause=Cause.NON_FINITE.value, step=step, text=text))
         raise LaunchGivenUp
 

@@ -199,6 +199,7 @@ class _Rank:
         except LaunchGivenUp:
             return Result(Outcome.GIVEN_UP, run.step_number)
         except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
+            run.let_land()  # the last words end the other ranks, and their part of a save
             self._last_words(error)
             return Result(Outcome.FAILED, run.step_number)
 

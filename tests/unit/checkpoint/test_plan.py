@@ -184,7 +184,7 @@ def test_the_memory_of_the_plan_before_is_given_back_before_more_is_taken(saves,
     class Watched(mmap.mmap):
         __hash__ = object.__hash__
 
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             alive.add(self)
             most.append(len(alive))
 

@@ -11,6 +11,7 @@ from slurm_forge.checkpoint.load import resume as resume_newest
 from slurm_forge.checkpoint.shardread import ShardReader
 from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import (
+    CheckpointError,
     CheckpointMissingError,
     CheckpointRejectedError,
     FencedError,
@@ -315,3 +316,24 @@ def test_failures_of_prune_are_reported_not_raised(tmp_path, monkeypatch):
     assert store.candidates() == [names[3], names[2]]
     assert prune(store, []).problems == ()
     assert listing(store) == sorted(map(str, names[2:]))
+
+
+def test_damaged_ones_of_higher_steps_push_out_nothing(tmp_path):
+    """Their sizes and manifests are right: only who has read them knows."""
+    store = open_store(tmp_path)
+    names = [save(store, weights(), step=step).name for step in (500, 600, 800, 900, 1000)]
+    pruned = store.prune(lambda found: found[:1], no_fence, distrusted=names[2:])
+    assert pruned.removed == ()
+    assert store.candidates() == names[::-1]
+    later = save(store, weights(), step=700).name
+    pruned = store.prune(lambda found: found[:2], no_fence, distrusted=names[2:])
+    assert pruned.removed == (names[0],)
+    assert {names[1], later} <= set(store.candidates())
+
+
+def test_a_manifest_that_could_not_be_read_back_is_not_published(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    monkeypatch.setattr("slurm_forge.checkpoint.store.MANIFEST_LIMIT", 100)
+    with pytest.raises(CheckpointError, match="can be read back"):
+        save(store, weights())
+    assert store.candidates() == []

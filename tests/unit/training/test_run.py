@@ -227,6 +227,51 @@ def test_a_stop_waits_for_the_save_in_flight_and_does_not_repeat_it(lab, monkeyp
     assert stopped.checkpoint is not None
 
 
+def test_what_is_being_written_is_let_land_before_the_launch_is_given_up(lab, monkeypatch):
+    """It may well be what the next launch is resumed from."""
+    made, disk = lab(checkpoint={"every_steps": 2, "background": True}), SlowDisk(monkeypatch)
+    run, channel = made.start()
+    threading.Timer(0.3, disk.go_on.set).start()
+    with pytest.raises(LaunchGivenUp):
+        train(run, prepared(run), 9, bad=(1, 2, 3))
+    assert made.saved() == [(2, "every_steps")]
+    assert isinstance(channel.said[-1], p.Recover)
+
+
+def test_an_error_of_the_program_lets_it_land_too(lab, monkeypatch):
+    made, disk = lab(checkpoint={"every_steps": 2, "background": True}), SlowDisk(monkeypatch)
+    run, _ = made.start()
+    train(run, prepared(run), 2)
+    threading.Timer(0.3, disk.go_on.set).start()
+    run.let_land()
+    assert made.saved() == [(2, "every_steps")]
+
+
+def test_damaged_checkpoints_ahead_cost_none_of_the_good_ones(lab):
+    made = lab(checkpoint={"every_steps": 2, "keep_last": 2})
+    run, _ = made.start()
+    train(run, prepared(run), 8)
+    run.finish()
+    store = CheckpointStore(made.directory.checkpoints, "run")
+    assert [name.step for name in store.candidates()] == [8, 6]
+    (shards,) = store.path(store.candidates()[0]).glob("rank-*.data")
+    data = bytearray(shards.read_bytes())
+    data[0] ^= 1
+    shards.write_bytes(data)
+    made.committed = 8
+    run, _ = made.start()
+    model = prepared(run)
+    for _ in batches(run, 7):
+        assert run.step_number == 6, "not the older one"
+        run.train_step(_, lambda micro: model(micro).square().mean())
+    run.finish()
+    assert [name.step for name in store.candidates()] == [8, 7, 6]
+    run, _ = made.start()
+    prepared(run)
+    assert run.restore()
+    assert run.step_number == 7
+
+
 def test_what_is_saved_already_is_not_saved_again_at_the_end(lab):
     made = lab(checkpoint={"every_steps": 2})
     run, _ = made.start()
