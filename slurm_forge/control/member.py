@@ -108,10 +108,16 @@ class Member:
             return self._agreement.go_on()
 
     def enter(self, phase: str, *, started: bool = True) -> None:
-        """Say what the main thread is doing from now on (for heartbeats; nothing is sent here)."""
+        """Say what the main thread is doing from now on: with the next heartbeat.
+
+        The first training is said at once: a stop that is asked for before the conductor knows of
+        it would end the launch without a save.
+        """
         self._phase = phase
         self._phase_since = self._clock()
-        self._started = self._started or started
+        if started and not self._started:
+            self._started = True
+            self.send(self._beat(self._phase_since))
 
     def begin(self, step: int) -> None:
         """The main thread begins its ``step``th step (for heartbeats; nothing is sent here)."""
