@@ -486,3 +486,15 @@ def test_closing_a_hub_twice_or_unstarted_is_fine() -> None:
     hub = Hub(world_size=1, nonce="x")
     hub.close()
     hub.close()
+
+
+def test_the_hub_knows_at_once_that_a_rank_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with its next heartbeat: a stop asked for before that would end the launch unsaved."""
+    monkeypatch.setattr(member_module, "_BEAT_S", 1000.0)
+    with hub_of(1) as hub:
+        member = join(hub, 0)
+        until(lambda: 0 in hub.members(), "the rank")
+        assert not hub.members()[0].started
+        member.enter("train")
+        until(lambda: hub.members()[0].started, "that it trains")
+        member.close()
