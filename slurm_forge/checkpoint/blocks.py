@@ -7,16 +7,18 @@ and mode checks keep enemies out.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
 
-from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry
-from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry, rejected
 from slurm_forge.files import open_trusted
 
-__all__ = ["open_entry", "read_block", "read_whole", "rejected", "verify_blocks"]
+__all__ = ["open_entry", "read_block", "read_whole", "verify_blocks"]
+
+_RETRY_S = 0.1
 
 
 def verify_blocks(
@@ -37,12 +39,17 @@ def verify_blocks(
         os.close(descriptor)
 
 
-def read_whole(path: Path, entry: FileEntry, *, block_size: int, limit: int) -> bytes:
-    """All of a file, every block checked; CheckpointRejectedError where it is above ``limit``."""
+def read_whole(
+    path: Path, entry: FileEntry, *, block_size: int, limit: int, deadline: float = 0.0
+) -> bytes:
+    """All of a file, every block checked; CheckpointRejectedError where it is above ``limit``.
+
+    ``deadline`` as for ``open_entry``.
+    """
     if entry.size > limit:
         raise rejected(f"{entry.name} has {entry.size} bytes, {limit} are read at most")
     data = bytearray(entry.size)
-    descriptor = open_entry(path, entry)
+    descriptor = open_entry(path, entry, deadline=deadline)
     try:
         for index in range(len(entry.block_hashes)):
             at = index * block_size
@@ -53,9 +60,20 @@ def read_whole(path: Path, entry: FileEntry, *, block_size: int, limit: int) -> 
     return bytes(data)
 
 
-def open_entry(path: Path, entry: FileEntry) -> int:
-    """Open a file of a checkpoint after owner, mode and size were checked; the caller closes it."""
-    descriptor = open_trusted(path)
+def open_entry(path: Path, entry: FileEntry, *, deadline: float = 0.0) -> int:
+    """Open a file of a checkpoint after owner, mode and size were checked; the caller closes it.
+
+    Until ``deadline`` (time.monotonic) it waits for a file that another node sees already: this
+    node's cache of the directory may be some seconds old.
+    """
+    while True:
+        try:
+            descriptor = open_trusted(path)
+            break
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
     size = os.fstat(descriptor).st_size
     if size != entry.size:
         os.close(descriptor)
@@ -75,10 +93,3 @@ def read_block(
         done += count
     if xxhash.xxh3_128_hexdigest(target) != entry.block_hashes[index]:
         raise rejected(f"{entry.name}: block {index} (of {block_size} bytes) has changed")
-
-
-def rejected(reason: str) -> CheckpointRejectedError:
-    """The error for a checkpoint that is not what was written."""
-    return CheckpointRejectedError(
-        reason, reason=reason, next_step="An older checkpoint is used; look at the storage."
-    )

@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurm_forge.checkpoint.blocks import rejected
+from slurm_forge.checkpoint.jsonstate import dtype_name, dtype_named
 from slurm_forge.checkpoint.layout import Place, Shard, tiles
+from slurm_forge.checkpoint.manifest import rejected
 from slurm_forge.errors import CheckpointRejectedError
 
-__all__ = ["INDEX_LIMIT", "Index", "SavedTensor", "data_file", "dtype_named"]
+__all__ = ["INDEX_LIMIT", "Index", "SavedTensor", "data_file"]
 
 #: Bytes of an index that are read at most.
 INDEX_LIMIT = 2 << 30
@@ -34,14 +35,6 @@ _FORMAT = 1
 def data_file(rank: int) -> str:
     """The name of the file that a rank writes."""
     return f"rank-{rank:05}.data"
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name; ValueError if torch has none."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name[:40]!r}")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,7 @@ class Index:
         """The file's content."""
         tensors = {
             key: [
-                str(saved.dtype).removeprefix("torch."),
+                dtype_name(saved.dtype),
                 list(saved.shape),
                 [
                     [place.file, place.at, list(shard.offsets), list(shard.sizes)]
@@ -138,7 +131,7 @@ def _shard(
     _numbers([file, at])
     shard = Shard(
         key=key,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         itemsize=dtype.itemsize,
         shape=whole,
         offsets=_numbers(offsets),

@@ -20,7 +20,7 @@ import torch
 
 from slurm_forge.errors import CheckpointError
 
-__all__ = ["Json", "decode", "encode", "escape", "unescape"]
+__all__ = ["Json", "decode", "dtype_name", "dtype_named", "encode", "escape", "unescape"]
 
 #: What ``json`` reads and writes.
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -33,6 +33,19 @@ _NUMPY_KINDS = "biufc"
 
 SaveTensor = Callable[[str, torch.Tensor], None]
 FindTensor = Callable[[str], torch.Tensor]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, as torch spells it without its own name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name; ValueError if torch has none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name[:40]!r}")
+    return found
 
 
 def escape(component: str) -> str:
@@ -94,7 +107,7 @@ def _encode(value: object, path: str, save: SaveTensor | None, depth: int) -> Js
     if type(value) is complex:
         return {"$complex": [_encode(part, path, None, depth) for part in (value.real, value.imag)]}
     if isinstance(value, torch.dtype):
-        return {"$dtype": str(value).removeprefix("torch.")}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
     return _encode_numpy(value, path)
@@ -186,9 +199,7 @@ def _decode_text(tag: str, body: str) -> Any:
     if tag == "$bytes":
         return base64.b64decode(body, validate=True)
     if tag == "$dtype":
-        found = getattr(torch, body, None)
-        if isinstance(found, torch.dtype):
-            return found
+        return dtype_named(body)
     if tag == "$device":
         try:
             return torch.device(body)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from slurm_forge.checkpoint.blocks import read_whole, rejected
+from slurm_forge.checkpoint.blocks import read_whole
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.index import INDEX_LIMIT, Index
 from slurm_forge.checkpoint.jsonstate import decode
-from slurm_forge.checkpoint.manifest import INDEX_NAME, Manifest
+from slurm_forge.checkpoint.manifest import INDEX_NAME, Manifest, rejected
 from slurm_forge.checkpoint.planner import ForgeLoadPlanner
 from slurm_forge.checkpoint.shardread import ShardReader
 from slurm_forge.checkpoint.state import LoadTarget, TrainingState
@@ -36,8 +36,6 @@ from slurm_forge.errors import (
 )
 
 __all__ = ["LoadedState", "read_index", "resume"]
-
-_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +178,14 @@ def read_index(directory: Path, manifest: Manifest, patience: float = 0.0) -> In
     """The index of a checkpoint, verified; waits ``patience`` seconds for the file to be seen."""
     sizes = {file.name: file.size for file in manifest.files}
     (entry,) = (file for file in manifest.files if file.name == INDEX_NAME)
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            data = read_whole(
-                directory / INDEX_NAME, entry, block_size=manifest.block_size, limit=INDEX_LIMIT
-            )
-            return Index.from_bytes(data, sizes)
-        except FileNotFoundError:
-            # Another node's cache of the directory may be some seconds old.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY_S)
+    data = read_whole(
+        directory / INDEX_NAME,
+        entry,
+        block_size=manifest.block_size,
+        limit=INDEX_LIMIT,
+        deadline=time.monotonic() + patience,
+    )
+    return Index.from_bytes(data, sizes)
 
 
 def _read(target: LoadTarget, reader: ShardReader) -> None:

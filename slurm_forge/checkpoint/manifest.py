@@ -27,6 +27,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "plain_name",
+    "rejected",
 ]
 
 MANIFEST_NAME = "manifest.json"
@@ -42,6 +43,13 @@ _MOST_FILES = 1_000_000
 _LARGEST_FILE = 1 << 50
 _HASH = re.compile(r"[0-9a-f]{32}")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
+
+
+def rejected(reason: str) -> CheckpointRejectedError:
+    """The error for a checkpoint that is not what was written."""
+    return CheckpointRejectedError(
+        reason, reason=reason, next_step="An older checkpoint is used; look at the storage."
+    )
 
 
 def plain_name(name: str) -> bool:
@@ -119,14 +127,14 @@ class Manifest:
                 data.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
             )
         except (ValueError, RecursionError) as error:
-            raise _rejected(f"the manifest is damaged: {error}") from error
+            raise rejected(f"the manifest is damaged: {error}") from error
         body = _dict(whole, "manifest", {"body", "sha256"})
         try:
             digest = hashlib.sha256(_canonical(body["body"])).hexdigest()
         except (ValueError, RecursionError) as error:
-            raise _rejected(f"the manifest is damaged: {error}") from error
+            raise rejected(f"the manifest is damaged: {error}") from error
         if digest != body["sha256"]:
-            raise _rejected("the manifest's own checksum does not match")
+            raise rejected("the manifest's own checksum does not match")
         return _read_body(body["body"])
 
     def _body(self) -> dict[str, Any]:
@@ -164,21 +172,21 @@ def _read_body(value: object) -> Manifest:
         "reason", "created_at", "torch_version", "world_size", "block_size", "files", "state",
     }  # fmt: skip
     if isinstance(value, dict) and value.get("format") != _FORMAT:
-        raise _rejected(f"its format is {value.get('format')!r}, this version reads {_FORMAT}")
+        raise rejected(f"its format is {value.get('format')!r}, this version reads {_FORMAT}")
     body = _dict(value, "body", keys)
     name = _name(body["name"], "name")
     told = (body["step"], body["attempt"], body["launch"], body["nonce"])
     if told != (name.step, name.attempt, name.launch, name.nonce):
-        raise _rejected("step, attempt, launch or nonce differ from its name")
+        raise rejected("step, attempt, launch or nonce differ from its name")
     block_size = _int(body["block_size"], "block_size", 1 << 12, 1 << 30)
     files = tuple(_file(item, block_size) for item in _list(body["files"], "files"))
     if len({file.name for file in files}) != len(files) or len(files) > _MOST_FILES:
-        raise _rejected("a file is listed twice, or there are too many")
+        raise rejected("a file is listed twice, or there are too many")
     if INDEX_NAME not in {file.name for file in files}:
-        raise _rejected(f"{INDEX_NAME} is not listed")
+        raise rejected(f"{INDEX_NAME} is not listed")
     state = body["state"]
     if not isinstance(state, dict):
-        raise _rejected("state is not an object")
+        raise rejected("state is not an object")
     parent = body["parent"]
     return Manifest(
         run_id=_text(body["run_id"], "run_id"),
@@ -199,46 +207,46 @@ def _file(value: object, block_size: int) -> FileEntry:
     entry = _dict(value, "files", {"name", "size", "block_hashes"})
     name = _text(entry["name"], "files.name")
     if not plain_name(name):
-        raise _rejected(f"{name[:80]!r} is not a plain file name")
+        raise rejected(f"{name[:80]!r} is not a plain file name")
     size = _int(entry["size"], "files.size", 0, _LARGEST_FILE)
     hashes = tuple(
         _matching(item, "files.block_hashes", _HASH)
         for item in _list(entry["block_hashes"], "files.block_hashes")
     )
     if len(hashes) != -(-size // block_size):
-        raise _rejected(f"{name}: {len(hashes)} hashes for {size} bytes")
+        raise rejected(f"{name}: {len(hashes)} hashes for {size} bytes")
     return FileEntry(name, size, hashes)
 
 
 def _dict(value: object, where: str, keys: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != keys:
         found = sorted(value)[:20] if isinstance(value, dict) else type(value).__name__
-        raise _rejected(f"{where}: expected the keys {sorted(keys)}, found {found}")
+        raise rejected(f"{where}: expected the keys {sorted(keys)}, found {found}")
     return value
 
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _rejected(f"{where} is not a list")
+        raise rejected(f"{where} is not a list")
     return value
 
 
 def _int(value: object, where: str, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise _rejected(f"{where} is {str(value)[:40]}, not an integer from {least} to {most}")
+        raise rejected(f"{where} is {str(value)[:40]}, not an integer from {least} to {most}")
     return value
 
 
 def _text(value: object, where: str) -> str:
     if type(value) is not str or len(value) > 10_000:
-        raise _rejected(f"{where} is not a text")
+        raise rejected(f"{where} is not a text")
     return value
 
 
 def _matching(value: object, where: str, pattern: re.Pattern[str]) -> str:
     text = _text(value, where)
     if pattern.fullmatch(text) is None:
-        raise _rejected(f"{where} is {text[:80]!r}")
+        raise rejected(f"{where} is {text[:80]!r}")
     return text
 
 
@@ -246,16 +254,16 @@ def _name(value: object, where: str) -> CheckpointName:
     try:
         return CheckpointName.parse(_text(value, where))
     except ValueError as error:
-        raise _rejected(f"{where}: {error}") from error
+        raise rejected(f"{where}: {error}") from error
 
 
 def _time(value: object) -> datetime:
     try:
         found = datetime.fromisoformat(_text(value, "created_at"))
     except ValueError as error:
-        raise _rejected(f"created_at: {error}") from error
+        raise rejected(f"created_at: {error}") from error
     if found.tzinfo is None:
-        raise _rejected("created_at has no time zone")
+        raise rejected("created_at has no time zone")
     return found
 
 
@@ -268,9 +276,3 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _rejected(reason: str) -> CheckpointRejectedError:
-    return CheckpointRejectedError(
-        reason, reason=reason, next_step="An older checkpoint is used; look at the storage."
-    )

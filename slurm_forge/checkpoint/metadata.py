@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurm_forge.checkpoint.blocks import rejected
 from slurm_forge.checkpoint.layout import tiles
-from slurm_forge.checkpoint.manifest import plain_name
+from slurm_forge.checkpoint.manifest import plain_name, rejected
 from slurm_forge.errors import CheckpointRejectedError
 
 __all__ = ["METADATA_LIMIT", "parse_metadata"]

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.index import INDEX_LIMIT, Index, SavedTensor, data_file, dtype_named
-from slurm_forge.checkpoint.jsonstate import Json
+from slurm_forge.checkpoint.index import INDEX_LIMIT, Index, SavedTensor, data_file
+from slurm_forge.checkpoint.jsonstate import Json, dtype_name, dtype_named
 from slurm_forge.checkpoint.layout import Place, Shard, lay_out
 from slurm_forge.checkpoint.planner import ForgeSavePlanner
 from slurm_forge.checkpoint.state import Captured
@@ -173,7 +173,7 @@ def _shard(item: WriteItem) -> Shard:
     dtype = data.properties.dtype
     return Shard(
         key=item.index.fqn,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         itemsize=dtype.itemsize,
         shape=tuple(data.size),
         offsets=tuple(data.chunk.offsets),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from slurm_forge.checkpoint.arena import Arena
-from slurm_forge.checkpoint.blocks import open_entry, rejected
+from slurm_forge.checkpoint.blocks import open_entry
 from slurm_forge.checkpoint.directio import (
     NOT_DIRECT,
     PAGE,
@@ -27,14 +27,13 @@ from slurm_forge.checkpoint.directio import (
 )
 from slurm_forge.checkpoint.index import Index
 from slurm_forge.checkpoint.layout import Place, Shard
-from slurm_forge.checkpoint.manifest import FileEntry, Manifest
+from slurm_forge.checkpoint.manifest import FileEntry, Manifest, rejected
 from slurm_forge.checkpoint.shardfile import hash_blocks
 
 __all__ = ["ShardReader"]
 
 #: Bytes read at once: whole blocks of the manifest.
 _WINDOW = 16 << 20
-_RETRY_S = 0.1
 
 
 @dataclass(slots=True)
@@ -127,7 +126,8 @@ class ShardReader(StorageReader):
 
     def _read_file(self, entry: FileEntry, wanted: Sequence[_Wanted], arena: Arena) -> None:
         block_size = self._manifest.block_size
-        descriptor = self._open(entry)
+        path = self._directory / entry.name
+        descriptor = open_entry(path, entry, deadline=self._deadline)
         try:
             direct = self._direct and bypass_cache(descriptor, on=True)
             first = 0  # everything before has been read
@@ -146,16 +146,6 @@ class ShardReader(StorageReader):
                         each.into[low - each.start : high - each.start].copy_(part)
         finally:
             os.close(descriptor)
-
-    def _open(self, entry: FileEntry) -> int:
-        while True:
-            try:
-                return open_entry(self._directory / entry.name, entry)
-            except FileNotFoundError:
-                # This node's cache of the directory may be some seconds old.
-                if time.monotonic() > self._deadline:
-                    raise
-                time.sleep(_RETRY_S)
 
 
 def _offset(item: ReadItem) -> torch.Size:

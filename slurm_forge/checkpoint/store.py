@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.checkpoint.blocks import open_entry, rejected
+from slurm_forge.checkpoint.blocks import open_entry
 from slurm_forge.checkpoint.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
-from slurm_forge.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest
+from slurm_forge.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest, rejected
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
 from slurm_forge.files import (
     create_exclusive,

@@ -91,9 +91,7 @@ def runs_of_submitit() -> list[Path]:
 
 
 def _made_by_submitit(name: str) -> list[Path]:
-    return [
-        f for f in (each / name for each in Path().glob("*/runs")) if (f / "run.yaml").is_file()
-    ]
+    return [folder / name for folder in runs_of_submitit() if name in run_names(folder)]
 
 
 def _shortest(path: Path) -> str:

@@ -1,7 +1,8 @@
-"""Who trains a run on this machine: a lock that is held until the last process of it is gone.
+"""Who trains a run on this machine: a lock of its starter and of the process that watches tasks.
 
-The kernel lets go of it when the starter and the children that inherited it have ended, however
-they did: what a crash leaves behind is a file, and a file alone holds nobody up.
+The kernel lets go of it when both have ended, however they did: what a crash leaves behind is a
+file, and a file alone holds nobody up.  Ranks don't hold it: they end when those two are gone, and
+what one of them still saves after a new start is fenced.
 """
 
 from __future__ import annotations
