@@ -109,7 +109,8 @@ def test_preemption_is_seen_in_the_grace_time_and_requeued(
     slurm.wait_for(lambda: any(r.step == "0" for r in client.accounting(job)), 20, "the step")
     preemptor = slurm.preempt(job)
     noticed = wait(slurm, client, job, lambda r: r.preempt_time is not None, "the notice")
-    assert noticed.state is JobState.RUNNING and noticed.preempted_in_grace
+    # For a moment Slurm says SIGNALING, while it sends the signal that is the notice.
+    assert noticed.state in {JobState.RUNNING, JobState.SIGNALING} and noticed.preempted_in_grace
     assert noticed.preempt_time is not None and noticed.end_time is not None
     grace = client.show_partition("preempt")
     assert grace is not None

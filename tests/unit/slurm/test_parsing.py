@@ -116,6 +116,7 @@ def test_a_hold_is_told_by_priority_or_by_reason_and_only_of_a_waiting_job() -> 
 
 def test_a_job_that_is_over_is_in_no_grace_time() -> None:
     assert not replace(job("job_preempted_in_grace"), state=JobState.PREEMPTED).preempted_in_grace
+    assert replace(job("job_preempted_in_grace"), state=JobState.SIGNALING).preempted_in_grace
 
 
 @pytest.mark.parametrize(
