@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.directio import PAGE, bypass_cache, round_up
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
 
 __all__ = ["Timing", "Way", "Ways"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_forge.checkpoint.jsonstate import Json
 from slurm_forge.errors import CheckpointError, FencedError, RanksLostError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Ranks"]
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from slurm_forge.checkpoint.jsonstate import dtype_name, dtype_named
 from slurm_forge.checkpoint.layout import Place, Shard, tiles
-from slurm_forge.checkpoint.manifest import rejected
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.store.manifest import rejected
 
 __all__ = ["INDEX_LIMIT", "Index", "SavedTensor", "data_file"]
 

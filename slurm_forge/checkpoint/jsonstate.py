@@ -14,16 +14,14 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from slurm_forge.errors import CheckpointError
+from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["Json", "decode", "dtype_name", "dtype_named", "encode", "escape", "unescape"]
-
-#: What ``json`` reads and writes.
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+__all__ = ["decode", "dtype_name", "dtype_named", "encode", "escape", "unescape"]
 
 _DEEPEST = 100
 #: Longer ints are written in hexadecimal: Python refuses to read decimals above 4300 digits.

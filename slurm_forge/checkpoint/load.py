@@ -18,22 +18,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from slurm_forge.checkpoint.blocks import read_whole
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.index import INDEX_LIMIT, Index
 from slurm_forge.checkpoint.jsonstate import decode
-from slurm_forge.checkpoint.manifest import INDEX_NAME, Manifest, rejected
 from slurm_forge.checkpoint.planner import ForgeLoadPlanner
 from slurm_forge.checkpoint.shardread import ShardReader
 from slurm_forge.checkpoint.state import LoadTarget, TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
     CheckpointRejectedError,
     UnsafeFileError,
 )
+from slurm_forge.store.blocks import read_whole
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import INDEX_NAME, Manifest, rejected
 
 __all__ = ["LoadedState", "read_index", "resume"]
 

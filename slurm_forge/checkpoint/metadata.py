@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slurm_forge.checkpoint.layout import tiles
-from slurm_forge.checkpoint.manifest import plain_name, rejected
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.store.manifest import plain_name, rejected
 
 __all__ = ["METADATA_LIMIT", "parse_metadata"]
 

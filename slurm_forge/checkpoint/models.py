@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_forge.checkpoint.jsonstate import Json, decode, encode, escape, unescape
+from slurm_forge.checkpoint.jsonstate import decode, encode, escape, unescape
 from slurm_forge.checkpoint.tensors import (
     Tensors,
     check_fits,
@@ -28,6 +28,7 @@ from slurm_forge.checkpoint.tensors import (
     some,
 )
 from slurm_forge.errors import CheckpointError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["ParameterName", "apply_model", "capture_model", "name_parameters", "target_model"]
 

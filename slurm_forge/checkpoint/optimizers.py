@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slurm_forge.checkpoint.jsonstate import Json, decode, encode, escape, unescape
+from slurm_forge.checkpoint.jsonstate import decode, encode, escape, unescape
 from slurm_forge.checkpoint.models import ParameterName
 from slurm_forge.checkpoint.tensors import Tensors, check_savable, new_target, saved_tensors
 from slurm_forge.errors import CheckpointError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["OptimizerTarget", "capture_optimizer", "target_optimizer"]
 

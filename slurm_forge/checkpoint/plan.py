@@ -29,12 +29,13 @@ from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.index import INDEX_LIMIT, Index, SavedTensor, data_file
-from slurm_forge.checkpoint.jsonstate import Json, dtype_name, dtype_named
+from slurm_forge.checkpoint.jsonstate import dtype_name, dtype_named
 from slurm_forge.checkpoint.layout import Place, Shard, lay_out
 from slurm_forge.checkpoint.planner import ForgeSavePlanner
 from slurm_forge.checkpoint.state import Captured
 from slurm_forge.checkpoint.tensors import Tensors
 from slurm_forge.errors import CheckpointError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Plan", "Planner"]
 

@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,74 +24,18 @@ from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.copying import Copier, Filling
 from slurm_forge.checkpoint.directio import PAGE, round_up
-from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.checkpoint.flight import After, Flight, Saved
 from slurm_forge.checkpoint.index import data_file
-from slurm_forge.checkpoint.jsonstate import Json
-from slurm_forge.checkpoint.manifest import INDEX_NAME, FileEntry, Manifest
 from slurm_forge.checkpoint.plan import Plan, Planner
 from slurm_forge.checkpoint.shardfile import write_shard_file
 from slurm_forge.checkpoint.state import Captured, TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import CheckpointError, RanksLostError
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import INDEX_NAME, FileEntry, Manifest
+from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["CheckpointWriter", "Flight", "Saved", "save_checkpoint"]
-
-
-#: Called with how a save ended, before anybody who waits for it goes on; on its thread.
-After: TypeAlias = "Callable[[Saved | CheckpointError], None]"
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A published checkpoint.  ``disagreeing`` names objects whose JSON differs between ranks.
-
-    Of those, rank 0's was saved.  ``blocked`` is how long ``begin`` held this rank up,
-    ``duration`` from there until it was on disk.
-    """
-
-    name: CheckpointName
-    path: Path
-    size: int
-    blocked: timedelta
-    duration: timedelta
-    disagreeing: tuple[str, ...]
-
-
-class Flight:
-    """A save that has been begun; the same end on all ranks."""
-
-    def __init__(self, name: CheckpointName) -> None:
-        self.name = name
-        self._end: Future[Saved] = Future()
-
-    def done(self) -> bool:
-        """Whether it has come to an end on this rank: on others it may not have yet."""
-        return self._end.done()
-
-    def result(self) -> Saved:
-        """Wait for the end; raises what ``CheckpointWriter.begin`` says."""
-        return self._end.result()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end, whatever it is; False if it did not come in so many seconds."""
-        try:
-            self._end.exception(seconds)
-        except TimeoutError:
-            return False
-        return True
-
-    def _fly(self, persist: Callable[[], Saved], after: After) -> None:
-        try:
-            try:
-                saved = persist()
-            except CheckpointError as error:
-                after(error)
-                raise
-            after(saved)
-        except BaseException as error:
-            self._end.set_exception(error)
-        else:
-            self._end.set_result(saved)
+__all__ = ["CheckpointWriter", "save_checkpoint"]
 
 
 class CheckpointWriter:
@@ -191,14 +134,14 @@ class CheckpointWriter:
         self._make_room(plan, captured, filling)
         # What has been copied is written while the rest is copied, also where this is waited for.
         thread = threading.Thread(
-            target=flight._fly, args=(persist, after), name="forge-save", daemon=True
+            target=flight.fly, args=(persist, after), name="forge-save", daemon=True
         )
         try:
             thread.start()
         except RuntimeError as error:  # no thread to be had: the others hear of it as of any fault
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
             filling.fail(error)
-            flight._fly(persist, after)
+            flight.fly(persist, after)
             return flight
         try:
             self._copy(plan, captured, filling)

@@ -18,7 +18,7 @@ from slurm_forge.checkpoint.directio import (
     round_up,
     through_cache,
 )
-from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry
+from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry
 
 __all__ = ["hash_blocks", "write_shard_file"]
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from slurm_forge.checkpoint.arena import Arena
-from slurm_forge.checkpoint.blocks import open_entry
 from slurm_forge.checkpoint.directio import (
     NOT_DIRECT,
     PAGE,
@@ -27,8 +26,9 @@ from slurm_forge.checkpoint.directio import (
 )
 from slurm_forge.checkpoint.index import Index
 from slurm_forge.checkpoint.layout import Place, Shard
-from slurm_forge.checkpoint.manifest import FileEntry, Manifest, rejected
 from slurm_forge.checkpoint.shardfile import hash_blocks
+from slurm_forge.store.blocks import open_entry
+from slurm_forge.store.manifest import FileEntry, Manifest, rejected
 
 __all__ = ["ShardReader"]
 

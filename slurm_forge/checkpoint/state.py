@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slurm_forge.checkpoint.jsonstate import Json, decode, encode, escape
+from slurm_forge.checkpoint.jsonstate import decode, encode, escape
 from slurm_forge.checkpoint.models import (
     apply_model,
     capture_model,
@@ -34,6 +34,7 @@ from slurm_forge.checkpoint.tensors import (
     some,
 )
 from slurm_forge.errors import CheckpointError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Captured", "LoadTarget", "Stateful", "TrainingState"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slurm_forge.checkpoint.jsonstate import Json
 from slurm_forge.errors import UnsupportedError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Registry"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.jsonstate import Json
 from slurm_forge.errors import UnsupportedError
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["require_same"]
 

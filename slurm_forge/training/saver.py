@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.checkpoint.flight import Flight, Saved
 from slurm_forge.checkpoint.load import resume
-from slurm_forge.checkpoint.save import CheckpointWriter, Flight, Saved
+from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
@@ -26,6 +25,8 @@ from slurm_forge.errors import (
 )
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import CheckpointCommitted, CheckpointFailed, CheckpointRejected
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.registry import Registry

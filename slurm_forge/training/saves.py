@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.spec.job import CheckpointSpec
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
 from slurm_forge.training.boundary import Boundaries
 from slurm_forge.training.hooks import Hooks

@@ -26,8 +26,6 @@ from typing import Any
 from unittest import mock
 
 import slurm_forge as forge
-from slurm_forge.checkpoint.manifest import Manifest
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.control import Hub, RequestKind
 from slurm_forge.control import member as member_module
 from slurm_forge.knobs import Knobs
@@ -40,6 +38,8 @@ from slurm_forge.launch.timing import timing
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.worker import Outcome, RankPlace, run_rank
 from slurm_forge.training.worker import main as worker_main
 from slurm_forge.vocabulary.decision import Decision

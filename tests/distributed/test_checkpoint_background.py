@@ -15,12 +15,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.copying import Copier
-from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.checkpoint.flight import Flight
 from slurm_forge.checkpoint.load import resume
-from slurm_forge.checkpoint.save import CheckpointWriter, Flight
+from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import CheckpointError, FencedError, RanksLostError
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
 from tests.distributed.ranks import run_ranks, start_ranks
 
 pytestmark = pytest.mark.distributed
@@ -87,14 +88,14 @@ class Gate:
     """Holds everything up that a save does on its own thread, until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.open, self.reached, real = threading.Event(), threading.Event(), Flight._fly
+        self.open, self.reached, real = threading.Event(), threading.Event(), Flight.fly
 
         def held(*args):
             self.reached.set()
             assert self.open.wait(SOON), "nobody opened the gate"
             real(*args)
 
-        monkeypatch.setattr(Flight, "_fly", held)
+        monkeypatch.setattr(Flight, "fly", held)
 
 
 def test_what_happens_to_the_state_afterwards_is_not_saved(tmp_path, monkeypatch):

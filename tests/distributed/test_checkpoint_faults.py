@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_forge.checkpoint import load, shardfile
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.load import resume as resume_newest
 from slurm_forge.checkpoint.save import save_checkpoint
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
     FencedError,
     RanksLostError,
 )
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
 from tests.distributed.ranks import run_ranks, start_ranks
 
 pytestmark = pytest.mark.distributed

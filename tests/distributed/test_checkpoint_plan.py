@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.load import resume
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -10,14 +10,14 @@ from torch import nn
 
 from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.directio import PAGE, round_up
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.index import Index, SavedTensor, data_file
 from slurm_forge.checkpoint.layout import Place, Shard, lay_out
-from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry, Manifest
 from slurm_forge.checkpoint.save import save_checkpoint
 from slurm_forge.checkpoint.shardfile import write_shard_file
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.checkpoint.store import CheckpointStore
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, Manifest
 
 CLOCK = 1_750_000_000.0
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.layout import ALIGN, Shard, lay_out
 from slurm_forge.checkpoint.load import resume
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import bitwise, no_fence, open_store
 
 

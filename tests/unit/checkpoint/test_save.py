@@ -89,7 +89,7 @@ def test_a_rename_that_failed_is_a_failure(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("slurm_forge.checkpoint.store.os.rename", fail)
+        patch.setattr("slurm_forge.store.directory.os.rename", fail)
         with pytest.raises(CheckpointError) as caught:
             save(store, weights(2.0), step=2)
     assert "rank 0: " in caught.value.message and "PermissionError" in caught.value.message

@@ -17,7 +17,6 @@ from torch import nn
 
 import slurm_forge as forge
 from slurm_forge.checkpoint import save as save_module
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.control import LaunchBrief, Request, RequestKind
 from slurm_forge.control import protocol as p
 from slurm_forge.errors import CheckpointError, CheckpointMissingError, UnsupportedError
@@ -25,6 +24,7 @@ from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.training import rng
 from slurm_forge.training.batches import Batch
 from slurm_forge.training.boundary import RunStopped

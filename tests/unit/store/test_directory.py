@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from slurm_forge.checkpoint.identity import CheckpointName
 from slurm_forge.checkpoint.load import resume as resume_newest
 from slurm_forge.checkpoint.shardread import ShardReader
-from slurm_forge.checkpoint.store import CheckpointStore
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
@@ -17,6 +15,8 @@ from slurm_forge.errors import (
     FencedError,
     UnsafeFileError,
 )
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import no_fence, open_store, save, value_of, weights
 
 
@@ -333,7 +333,7 @@ def test_damaged_ones_of_higher_steps_push_out_nothing(tmp_path):
 
 def test_a_manifest_that_could_not_be_read_back_is_not_published(tmp_path, monkeypatch):
     store = open_store(tmp_path)
-    monkeypatch.setattr("slurm_forge.checkpoint.store.MANIFEST_LIMIT", 100)
+    monkeypatch.setattr("slurm_forge.store.directory.MANIFEST_LIMIT", 100)
     with pytest.raises(CheckpointError, match="can be read back"):
         save(store, weights())
     assert store.candidates() == []

@@ -19,9 +19,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.checkpoint.blocks import open_entry
-from slurm_forge.checkpoint.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
-from slurm_forge.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest, rejected
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
 from slurm_forge.files import (
     create_exclusive,
@@ -29,6 +26,9 @@ from slurm_forge.files import (
     make_private_directory,
     read_trusted,
 )
+from slurm_forge.store.blocks import open_entry
+from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
+from slurm_forge.store.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest, rejected
 
 __all__ = ["CheckpointStore", "Pruned", "Retention"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import xxhash
 
-from slurm_forge.checkpoint.manifest import BLOCK_SIZE, FileEntry, rejected
 from slurm_forge.files import open_trusted
+from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, rejected
 
 __all__ = ["open_entry", "read_block", "read_whole", "verify_blocks"]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.identity import CheckpointName
+from slurm_forge.store.identity import CheckpointName
 
 names = st.builds(
     CheckpointName,

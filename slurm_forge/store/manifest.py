@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.jsonstate import Json
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.json_value import Json
 
 __all__ = [
     "BLOCK_SIZE",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.identity import CheckpointName
-from slurm_forge.checkpoint.manifest import BLOCK_SIZE, INDEX_NAME, FileEntry, Manifest, plain_name
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import BLOCK_SIZE, INDEX_NAME, FileEntry, Manifest, plain_name
 
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.blocks import open_entry, read_whole, verify_blocks
 from slurm_forge.errors import CheckpointRejectedError, UnsafeFileError
+from slurm_forge.store.blocks import open_entry, read_whole, verify_blocks
 from tests.unit.checkpoint.helpers import open_descriptors, write_bytes
 
 BLOCK = 4096

@@ -1,0 +1,72 @@
+"""A save that is under way: what may be asked of it, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
+
+from slurm_forge.errors import CheckpointError
+from slurm_forge.store.identity import CheckpointName
+
+__all__ = ["After", "Flight", "Saved"]
+
+#: Called with how a save ended, before anybody who waits for it goes on; on its thread.
+After: TypeAlias = "Callable[[Saved | CheckpointError], None]"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A published checkpoint.  ``disagreeing`` names objects whose JSON differs between ranks.
+
+    Of those, rank 0's was saved.  ``blocked`` is how long ``begin`` held this rank up,
+    ``duration`` from there until it was on disk.
+    """
+
+    name: CheckpointName
+    path: Path
+    size: int
+    blocked: timedelta
+    duration: timedelta
+    disagreeing: tuple[str, ...]
+
+
+class Flight:
+    """A save that has been begun; the same end on all ranks."""
+
+    def __init__(self, name: CheckpointName) -> None:
+        self.name = name
+        self._end: Future[Saved] = Future()
+
+    def done(self) -> bool:
+        """Whether it has come to an end on this rank: on others it may not have yet."""
+        return self._end.done()
+
+    def result(self) -> Saved:
+        """Wait for the end; raises what ``CheckpointWriter.begin`` says."""
+        return self._end.result()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end, whatever it is; False if it did not come in so many seconds."""
+        try:
+            self._end.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def fly(self, persist: Callable[[], Saved], after: After) -> None:
+        """Bring it to its end, on the calling thread; ``after`` hears of it first."""
+        try:
+            try:
+                saved = persist()
+            except CheckpointError as error:
+                after(error)
+                raise
+            after(saved)
+        except BaseException as error:
+            self._end.set_exception(error)
+        else:
+            self._end.set_result(saved)
