@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slurm_forge.vocabulary.decision import Decision, Incident
+from slurm_forge.vocabulary.trust import Trust
 
 __all__ = [
     "VIA_THIS_MACHINE",
@@ -18,7 +19,9 @@ __all__ = [
     "AttemptStarted",
     "CheckpointCommitted",
     "CheckpointFailed",
+    "CheckpointJudged",
     "CheckpointRejected",
+    "CheckpointsPruned",
     "DecisionTaken",
     "Event",
     "Finished",
@@ -117,7 +120,7 @@ class CheckpointCommitted:
     """A checkpoint exists from here on.
 
     ``seconds`` from the beginning of the save until it was on disk, of which training waited
-    ``blocked_s``.
+    ``blocked_s``.  ``findings`` say what is not healthy in it: then it is suspect from the start.
     """
 
     name: str
@@ -126,6 +129,7 @@ class CheckpointCommitted:
     seconds: float
     size: int
     blocked_s: float = 0.0
+    findings: tuple[str, ...] = ()
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
 
 
@@ -145,6 +149,29 @@ class CheckpointRejected:
     name: str
     reason: str
     kind: Literal["checkpoint_rejected"] = "checkpoint_rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointJudged:
+    """A checkpoint is trusted more, or less, than before; ``reason`` says on what grounds.
+
+    ``step`` is how far training was when it was judged, where that is what it was judged by.
+    """
+
+    name: str
+    trust: Trust
+    reason: str
+    step: int | None = None
+    kind: Literal["checkpoint_judged"] = "checkpoint_judged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsPruned:
+    """Checkpoints that were deleted to keep to the retention rules (or to make room)."""
+
+    names: tuple[str, ...]
+    reason: str
+    kind: Literal["checkpoints_pruned"] = "checkpoints_pruned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +314,8 @@ Event = Annotated[
     | CheckpointCommitted
     | CheckpointFailed
     | CheckpointRejected
+    | CheckpointJudged
+    | CheckpointsPruned
     | StepSkipped
     | NoticeSeen
     | StopAgreed

@@ -3,107 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
+from slurm_forge.journal.known import (
+    INSTABILITY,
+    KnownCheckpoint,
+    after_instability,
+    committed,
+    judged,
+    pruned,
+)
+from slurm_forge.journal.state import AttemptState, BudgetUse, LaunchState, RunState, RunStatus
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
-from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 __all__ = [
-    "AttemptState",
-    "BudgetUse",
-    "LaunchState",
-    "RunState",
-    "RunStatus",
     "fold",
     "in_order",
+    "onset_of",
     "without_fenced",
 ]
 
 #: Clocks of two nodes may differ by this much before an old writer counts as fenced.
 CLOCK_SKEW_S = 30.0
-
-
-class RunStatus(str, Enum):
-    """What the run is doing, in one word."""
-
-    NEW = "new"
-    SUBMITTED = "submitted"
-    RUNNING = "running"
-    REQUEUED = "requeued"
-    HELD = "held"
-    STOPPED = "stopped"
-    CANCELLED = "cancelled"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchState:
-    """One start of all ranks inside an attempt."""
-
-    number: int
-    started: float
-    world_size: int = 0
-    resumed: ev.Resumed | None = None
-    resumed_at: float | None = None
-    step: int | None = None
-    ended: float | None = None
-    outcome: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptState:
-    """One Slurm start of the job, as far as the journal tells."""
-
-    number: int
-    job: str
-    nodes: tuple[str, ...]
-    via: str
-    started: float
-    ended: float | None = None
-    outcome: str = ""
-    launches: tuple[LaunchState, ...] = ()
-    notices: tuple[tuple[float, ev.NoticeSeen], ...] = ()
-    incidents: tuple[tuple[float, Incident], ...] = ()
-    decisions: tuple[tuple[float, Decision], ...] = ()
-    checkpoints: tuple[tuple[float, ev.CheckpointCommitted], ...] = ()
-    skipped: tuple[ev.StepSkipped, ...] = ()
-    requeues: tuple[tuple[float, ev.RequeueDone], ...] = ()
-    probes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetUse:
-    """How often a rung was taken for a cause since real progress was last made."""
-
-    cause: Cause
-    rung: int
-    times: int
-    #: The furthest step when it was last taken; only a commit past it frees the budget.
-    high_water: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
-    """Everything that decisions and reports rest on."""
-
-    status: RunStatus = RunStatus.NEW
-    job: str = ""
-    attempts: tuple[AttemptState, ...] = ()
-    plan: RecoveryPlan = field(default_factory=RecoveryPlan)
-    spent: tuple[BudgetUse, ...] = ()
-    high_water: int = 0
-    committed_step: int | None = None
-    open_intent: ev.RequeueIntended | None = None
-    reason: str = ""
-    applied: frozenset[str] = frozenset()
-
-    def times(self, cause: Cause, rung: int) -> int:
-        """How much of a rung's budget is used."""
-        return sum(use.times for use in self.spent if (use.cause, use.rung) == (cause, rung))
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
@@ -216,7 +142,8 @@ def _step(state: RunState, record: Record) -> RunState:
                 lambda a: replace(a, incidents=(*a.incidents, (time, event.incident))),
             )
             step = event.incident.step
-            return changed if step is None else _reach(changed, step)
+            changed = changed if step is None else _reach(changed, step)
+            return _doubt(changed, record, event.incident)
         case ev.NoticeSeen():
             return _in_attempt(
                 state, record, lambda a: replace(a, notices=(*a.notices, (time, event)))
@@ -225,7 +152,19 @@ def _step(state: RunState, record: Record) -> RunState:
             changed = _in_attempt(
                 state, record, lambda a: replace(a, checkpoints=(*a.checkpoints, (time, event)))
             )
-            return _committed(changed, event.step)
+            return _committed(_now_known(changed, record, event), event.step)
+        case ev.CheckpointJudged():
+            name = _name(event.name)
+            by_person = _by_person(record)
+            if name is None:
+                return state
+            return replace(
+                state,
+                known=judged(state.known, name, event.trust, event.reason, by_person=by_person),
+            )
+        case ev.CheckpointsPruned():
+            gone = {name for text in event.names if (name := _name(text)) is not None}
+            return replace(state, known=pruned(state.known, gone))
         case ev.StepSkipped():
             return _in_attempt(state, record, lambda a: replace(a, skipped=(*a.skipped, event)))
         case ev.ProbeMeasured():
@@ -280,6 +219,49 @@ def _in_launch(state: RunState, record: Record) -> RunState:
     changed = _in_attempt(state, record, change)
     step = getattr(event, "step", None)
     return _reach(changed, step) if isinstance(step, int) else changed
+
+
+def _now_known(state: RunState, record: Record, event: ev.CheckpointCommitted) -> RunState:
+    name = _name(event.name)
+    if name is None:
+        return state
+    found = KnownCheckpoint(
+        name=name,
+        trust=Trust.SUSPECT if event.findings else Trust.WRITTEN,
+        why="; ".join(event.findings),
+        time=record.time,
+        size=event.size,
+        seconds=event.seconds,
+        blocked_s=event.blocked_s,
+    )
+    return replace(state, known=committed(state.known, found))
+
+
+def _doubt(state: RunState, record: Record, incident: Incident) -> RunState:
+    """After an instability less is trusted than before."""
+    if incident.cause not in INSTABILITY:
+        return state
+    onset = onset_of(state, incident)
+    known = state.known if onset is None else after_instability(state.known, onset, incident.cause)
+    return replace(state, known=known, unstable=(record.attempt, record.launch))
+
+
+def onset_of(state: RunState, incident: Incident) -> int | None:
+    """The first step of the row of bad ones that an instability ended with, counted from 1."""
+    if incident.step is None:
+        return None
+    skipped = state.attempts[-1].skipped if state.attempts else ()
+    last = skipped[-1] if skipped else None
+    if last is None or not incident.step - 1 <= last.step <= incident.step:
+        return incident.step
+    return last.step - last.consecutive + 1
+
+
+def _name(text: str) -> CheckpointName | None:
+    try:
+        return CheckpointName.parse(text)
+    except ValueError:  # of a journal that somebody has edited
+        return None
 
 
 def _reach(state: RunState, step: int) -> RunState:

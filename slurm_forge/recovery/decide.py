@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slurm_forge.journal.events import VIA_THIS_MACHINE
-from slurm_forge.journal.fold import RunState
+from slurm_forge.journal.known import newest_usable
+from slurm_forge.journal.state import RunState
 from slurm_forge.spec.recovery import Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
@@ -132,7 +133,8 @@ def _apply(
             changes.append(Change("micro_batch", str(now), str(smaller)))
             plan = replace(plan, micro_batch=smaller)
         case Action.ROLLBACK | Action.RELAUNCH if rung.lr_scale != 1.0:
-            start = state.committed_step or 0
+            target = newest_usable(state.known)
+            start = 0 if target is None else target.name.step
             before = plan.lr_scale(incident.step if incident.step is not None else start)
             after = max(LR_FLOOR, before * rung.lr_scale)
             changes.append(Change("lr_scale", f"{before:g}", f"{after:g}"))

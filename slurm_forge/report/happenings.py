@@ -39,11 +39,19 @@ def _told(record: Record) -> str | None:
             )
         case ev.CheckpointCommitted():
             why = t.clean(event.reason, 60)
-            return f"saved step {t.number(event.step)} in {t.span(event.seconds)} ({why})"
+            suspect = (
+                f"; suspect: {t.clean('; '.join(event.findings), 160)}" if event.findings else ""
+            )
+            return f"saved step {t.number(event.step)} in {t.span(event.seconds)} ({why}){suspect}"
         case ev.CheckpointFailed():
             return f"save at step {t.number(event.step)} failed: {t.clean(event.reason, 160)}"
         case ev.CheckpointRejected():
             return f"passed over {t.clean(event.name, 80)}: {t.clean(event.reason, 160)}"
+        case ev.CheckpointJudged():
+            return f"{t.clean(event.name, 80)} is {event.trust.value}: {t.clean(event.reason, 160)}"
+        case ev.CheckpointsPruned():
+            gone = t.plural(len(event.names), "checkpoint")
+            return f"deleted {gone} ({t.clean(event.reason, 100)})"
         case ev.StepSkipped():
             last = event.first_sample + max(1, event.samples) - 1
             return (

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from slurm_forge.journal import RunStatus, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
-from slurm_forge.journal.fold import CLOCK_SKEW_S, RunState, in_order
+from slurm_forge.journal.fold import CLOCK_SKEW_S, in_order
+from slurm_forge.journal.state import RunState
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -57,9 +58,13 @@ class Story:
     def progress(self, step: int) -> Story:
         return self.tell(ev.Progress(step=step), "rank0")
 
+    def name(self, step: int) -> str:
+        """That of the checkpoint which this launch writes at that step."""
+        return f"step-{step:08d}.a{self.attempt}.l{self.launch}-0000abcd"
+
     def commit(self, step: int) -> Story:
         committed = ev.CheckpointCommitted(
-            name=f"step-{step}", step=step, reason="", seconds=1.0, size=1
+            name=self.name(step), step=step, reason="", seconds=1.0, size=1
         )
         return self.tell(committed, "rank0")
 

@@ -20,6 +20,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 KINDS = typing.get_args(typing.get_args(ev.Event)[0])
 
@@ -40,7 +41,7 @@ def value_of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(value_of(given_[0]), value_of(given_[1]), max_size=3)
     if given_:  # X | None
         return st.one_of(*(value_of(each) for each in given_))
-    if annotation in (Cause, Confidence, Action):
+    if annotation in (Cause, Confidence, Action, Trust):
         return st.sampled_from(list(annotation))
     simple: dict[Any, st.SearchStrategy[Any]] = {
         int: st.integers(-(2**53), 2**53),

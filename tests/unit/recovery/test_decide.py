@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
-from slurm_forge.journal.fold import AttemptState, RunState, fold
+from slurm_forge.journal.fold import fold
+from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.decide import LR_FLOOR, skips_allowed
 from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
@@ -65,7 +66,13 @@ class Life:
 
     def commit(self, step: int) -> None:
         self.tell(
-            ev.CheckpointCommitted(name=f"s{step}", step=step, reason="", seconds=1.0, size=1)
+            ev.CheckpointCommitted(
+                name=f"step-{step:08d}.a1.l1-0000000{len(self.decisions) % 10}",
+                step=step,
+                reason="",
+                seconds=1.0,
+                size=1,
+            )
         )
 
 

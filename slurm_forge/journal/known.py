@@ -1,0 +1,112 @@
+"""The checkpoints that history knows of, and how far each is trusted: decisions on values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.trust import Trust
+
+__all__ = [
+    "INSTABILITY",
+    "Known",
+    "KnownCheckpoint",
+    "after_instability",
+    "committed",
+    "judged",
+    "newest_usable",
+    "pruned",
+]
+
+#: Causes after which what was written last is not believed: its numbers may be bad already.
+INSTABILITY = frozenset({Cause.NON_FINITE, Cause.LOSS_SPIKE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCheckpoint:
+    """One that was committed and not deleted since.  ``why`` says what its trust rests on.
+
+    ``time`` in seconds since 1970; 0 and no size where a judgement is all that is known of it.
+    What a person said (``by_person``) is changed by nobody but a person.
+    """
+
+    name: CheckpointName
+    trust: Trust = Trust.WRITTEN
+    why: str = ""
+    time: float = 0.0
+    size: int = 0
+    seconds: float = 0.0
+    blocked_s: float = 0.0
+    by_person: bool = False
+
+
+#: By their names as text, in the order in which they became known.
+Known: TypeAlias = "tuple[KnownCheckpoint, ...]"
+
+
+def committed(known: Known, found: KnownCheckpoint) -> Known:
+    """A checkpoint was published; a judgement that came before its line stays."""
+    earlier = next((k for k in known if k.name == found.name), None)
+    if earlier is not None:
+        found = replace(found, trust=earlier.trust, why=earlier.why, by_person=earlier.by_person)
+    return (*(k for k in known if k.name != found.name), found)
+
+
+def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_person: bool) -> Known:
+    """A judgement; of two automatic ones the stronger stays: good is not merely verified."""
+
+    def judge(each: KnownCheckpoint) -> KnownCheckpoint:
+        if each.by_person and not by_person:
+            return each
+        weaker = trust is Trust.VERIFIED and each.trust in (Trust.GOOD, Trust.SUSPECT)
+        if weaker or (not by_person and each.trust is Trust.SUSPECT):
+            return each
+        return replace(each, trust=trust, why=why, by_person=by_person)
+
+    if all(each.name != name for each in known):
+        known = (*known, KnownCheckpoint(name=name))
+    return _where(known, {name}, judge)
+
+
+def pruned(known: Known, names: Collection[CheckpointName]) -> Known:
+    """Those are gone."""
+    return tuple(each for each in known if each.name not in names)
+
+
+def after_instability(known: Known, onset: int, cause: Cause) -> Known:
+    """What an instability whose first bad step was ``onset`` leaves to be trusted.
+
+    Where there is a good one, good ones only: the trouble begins before it shows.  Where there is
+    none yet, those from before the onset are all there is.
+    """
+    earned = any(each.trust is Trust.GOOD and each.name.step < onset for each in known)
+
+    def doubt(each: KnownCheckpoint) -> KnownCheckpoint:
+        if each.by_person or each.trust is Trust.SUSPECT:
+            return each
+        if each.name.step >= onset:
+            why = f"written after the onset of {cause.value} at step {onset}"
+        elif earned and each.trust is not Trust.GOOD:
+            why = f"not known to be good yet when {cause.value} began at step {onset}"
+        else:
+            return each
+        return replace(each, trust=Trust.SUSPECT, why=why)
+
+    return tuple(doubt(each) for each in known)
+
+
+def newest_usable(known: Known) -> KnownCheckpoint | None:
+    """What would be resumed from if everything on disk is whole."""
+    usable = [each for each in known if each.trust is not Trust.SUSPECT]
+    return max(usable, key=lambda each: each.name, default=None)
+
+
+def _where(
+    known: Known,
+    names: Collection[CheckpointName],
+    change: Callable[[KnownCheckpoint], KnownCheckpoint],
+) -> Known:
+    return tuple(change(each) if each.name in names else each for each in known)

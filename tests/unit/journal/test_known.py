@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.journal import events as ev
+from slurm_forge.journal.known import Known, KnownCheckpoint, after_instability, newest_usable
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.trust import Trust
+from tests.unit.journal.test_fold import Story
+
+
+def trusts(story: Story) -> dict[int, str]:
+    return {each.name.step: each.trust.value for each in story.state().known}
+
+
+def judge(story: Story, step: int, trust: Trust, by: str = "rank0", why: str = "") -> Story:
+    return story.tell(ev.CheckpointJudged(name=story.name(step), trust=trust, reason=why), by)
+
+
+def skip(story: Story, *steps: int) -> Story:
+    for number, step in enumerate(steps, start=1):
+        story.tell(
+            ev.StepSkipped(step=step, first_sample=0, samples=1, consecutive=number), "rank0"
+        )
+    return story
+
+
+def test_trust_is_earned_and_a_later_verification_takes_nothing_away() -> None:
+    story = Story().start().commit(10)
+    assert trusts(story) == {10: "written"}
+    assert trusts(judge(story, 10, Trust.VERIFIED)) == {10: "verified"}
+    assert trusts(judge(story, 10, Trust.GOOD)) == {10: "good"}
+    assert trusts(judge(story, 10, Trust.VERIFIED)) == {10: "good"}
+
+
+def test_what_is_not_healthy_is_suspect_from_the_start_and_stays_so() -> None:
+    story = Story().start()
+    story.tell(
+        ev.CheckpointCommitted(
+            name=story.name(10), step=10, reason="", seconds=1, size=1, findings=("inf in adam",)
+        )
+    )
+    judge(story, 10, Trust.GOOD)
+    (known,) = story.state().known
+    assert (known.trust, known.why) == (Trust.SUSPECT, "inf in adam")
+
+
+def test_after_an_instability_only_good_ones_count() -> None:
+    story = Story().start().commit(10).commit(20).commit(30).commit(32)
+    judge(story, 10, Trust.GOOD)
+    skip(story, 31, 32, 33).incident(Cause.NON_FINITE, 33)
+    assert trusts(story) == {10: "good", 20: "suspect", 30: "suspect", 32: "suspect"}
+    why = {each.name.step: each.why for each in story.state().known}
+    assert "onset of non_finite at step 31" in why[32]
+    assert "not known to be good yet" in why[30]
+    usable = newest_usable(story.state().known)
+    assert usable is not None and usable.name.step == 10
+
+
+def test_without_a_good_one_yet_those_from_before_the_onset_are_all_there_is() -> None:
+    story = skip(Story().start().commit(20).commit(30).commit(32), 31, 32, 33)
+    story.incident(Cause.NON_FINITE, 33)
+    assert trusts(story) == {20: "written", 30: "written", 32: "suspect"}
+
+
+def test_a_preemption_casts_no_doubt() -> None:
+    story = Story().start().commit(20).incident(Cause.PREEMPTED, 25)
+    assert trusts(story) == {20: "written"}
+
+
+def test_what_a_person_says_has_the_last_word_whenever_it_was_said() -> None:
+    story = Story().start()
+    judge(story, 30, Trust.GOOD, by="cli", why="looked at by hand")  # its line comes first
+    story.commit(20).commit(30)
+    skip(story, 25, 26, 27).incident(Cause.NON_FINITE, 27)
+    judge(story, 30, Trust.SUSPECT)
+    assert trusts(story) == {20: "written", 30: "good"}
+    assert trusts(judge(story, 30, Trust.SUSPECT, by="cli")) == {20: "written", 30: "suspect"}
+
+
+def test_what_was_deleted_is_known_no_more() -> None:
+    story = Story().start().commit(10).commit(20)
+    story.tell(ev.CheckpointsPruned(names=(story.name(10), "nonsense"), reason=""), "rank0")
+    assert trusts(story) == {20: "written"}
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Known:
+    steps = draw(st.lists(st.integers(0, 40), unique=True, max_size=8))
+    return tuple(
+        KnownCheckpoint(
+            name=CheckpointName(step, 1, 1, f"{step:08x}"),
+            trust=draw(st.sampled_from(Trust)),
+            by_person=draw(st.booleans()),
+        )
+        for step in steps
+    )
+
+
+@given(histories(), st.integers(0, 40))
+def test_doubt_only_ever_takes_trust_away_and_twice_is_once(known: Known, onset: int) -> None:
+    once = after_instability(known, onset, Cause.LOSS_SPIKE)
+    assert after_instability(once, onset, Cause.LOSS_SPIKE) == once
+    for before, after in zip(known, once, strict=True):
+        assert after == before or (after.trust is Trust.SUSPECT and not before.by_person)
+        if after.name.step >= onset and not before.by_person:
+            assert after.trust is Trust.SUSPECT
+        if before.trust is Trust.GOOD and before.name.step < onset:
+            assert after == before
+
+
+@pytest.mark.parametrize("onset", [1, 50])
+def test_newest_usable_of_nothing(onset: int) -> None:
+    assert newest_usable(after_instability((), onset, Cause.NON_FINITE)) is None
