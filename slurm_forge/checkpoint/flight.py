@@ -23,7 +23,8 @@ class Saved:
     """A published checkpoint.  ``disagreeing`` names objects whose JSON differs between ranks.
 
     Of those, rank 0's was saved.  ``blocked`` is how long ``begin`` held this rank up,
-    ``duration`` from there until it was on disk.
+    ``duration`` from there until it was on disk.  ``findings`` name what is not healthy in it, on
+    any rank: it is there, and not to be resumed from.
     """
 
     name: CheckpointName
@@ -32,6 +33,7 @@ class Saved:
     blocked: timedelta
     duration: timedelta
     disagreeing: tuple[str, ...]
+    findings: tuple[str, ...] = ()
 
 
 class Flight:

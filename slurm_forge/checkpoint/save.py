@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,16 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.copying import Copier, Filling
 from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.flight import After, Flight, Saved
+from slurm_forge.checkpoint.health import Part, infinite_by_design, unhealthy
 from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.plan import Plan, Planner
+from slurm_forge.checkpoint.sealing import open_stage, report_of, same_shape, sealed
 from slurm_forge.checkpoint.shardfile import write_shard_file
 from slurm_forge.checkpoint.state import Captured, TrainingState
-from slurm_forge.errors import CheckpointError, RanksLostError
+from slurm_forge.errors import RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.store.manifest import INDEX_NAME, FileEntry, Manifest
+from slurm_forge.store.manifest import INDEX_NAME, FileEntry
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["CheckpointWriter", "save_checkpoint"]
@@ -63,6 +65,7 @@ class CheckpointWriter:
         self._arena = Arena(pinned=torch.cuda.is_available())
         self._views: list[torch.Tensor] = []
         self._views_of = 0
+        self._infinite: frozenset[str] | None = None
         self._copier = Copier()
         self._flight: Flight | None = None
         self._warming: threading.Thread | None = None
@@ -77,6 +80,9 @@ class CheckpointWriter:
         parent: CheckpointName | None = None,
         background: bool = False,
         after: After = lambda _: None,
+        permit: Callable[[int], None] = lambda _: None,
+        about: Mapping[str, Json] | None = None,
+        doubts: Callable[[], Sequence[str]] = tuple,
     ) -> Flight:
         """Begin a save and return when the state may change again.  Waits for the one before.
 
@@ -86,10 +92,16 @@ class CheckpointWriter:
         appears; RanksLostError, a CheckpointError, if a rank is gone: then no collective may
         follow.  Without ``background`` the flight is over on return.  ``after`` is called with
         the end of a flight before anybody who waits for it goes on, on the flight's thread.
+
+        ``permit`` is called on rank 0 with the size of all files before anything is written, and
+        raises CheckpointError where the save had better not be begun.  ``about`` (rank 0's) goes
+        into the manifest.  ``doubts`` is asked on every rank, on the flight's thread, for what
+        makes this state suspect; what is not finite in it is found here.
         """
         self._wait()
         began, started = self._clock(), time.monotonic()
-        captured, agreed = self._agree(state, name)
+        captured, agreed = self._agree(state, name, permit)
+        self._accept(state, captured)
         name = CheckpointName.parse(agreed["name"])
         stage = self._store.directory / agreed["stage"]
         try:
@@ -106,10 +118,11 @@ class CheckpointWriter:
         blocked: Future[timedelta] = Future()
 
         def seal(reports: Sequence[Any]) -> dict[str, Json]:
-            manifest = _seal(
+            manifest = sealed(
                 name,
                 document,
                 reports,
+                about=about or {},
                 run_id=self._store.run_id,
                 sequence=self._store.next_sequence(),
                 created_at=datetime.fromtimestamp(self._clock(), timezone.utc),
@@ -117,17 +130,18 @@ class CheckpointWriter:
                 parent=parent,
             )
             self._store.publish(stage, manifest, fence)
-            return {"size": manifest.size}
+            return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
-            size = self._persist(name, plan, stage, filling, seal)
+            agreed_end = self._persist(name, plan, stage, filling, seal, doubts)
             return Saved(
                 name=name,
                 path=self._store.path(name),
-                size=size,
+                size=int(agreed_end["size"]),
                 blocked=blocked.result(),
                 duration=timedelta(seconds=self._clock() - began),
                 disagreeing=tuple(agreed["disagreeing"]),
+                findings=tuple(agreed_end["findings"]),
             )
 
         self._flight = flight = Flight(name)
@@ -160,10 +174,11 @@ class CheckpointWriter:
         self._wait()
         captured, error = _capture(state)
         shape = captured.shape if captured else ""
-        self._ranks.agree(error, shape, _same_shape, doing="Planning checkpoints")
+        self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
         plan = self._planner.make(captured, self._ranks)
+        self._accept(state, captured)
         self._views, self._views_of = [], 0  # they would keep memory alive that is given back
 
         def warm() -> None:
@@ -174,14 +189,27 @@ class CheckpointWriter:
         self._warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
         self._warming.start()
 
+    def _accept(self, state: TrainingState, captured: Captured) -> None:
+        """What holds infinity the first time it is looked at, and is not learned, is meant so."""
+        if self._infinite is None:
+            learned = state.trained()
+            self._infinite = infinite_by_design(
+                (key, _local(tensor))
+                for key, tensor in captured.tensors.items()
+                if key not in learned and not key.startswith("optimizers/")
+            )
+
     def _wait(self) -> None:
         if self._flight is not None:
             self._flight.wait()
         if self._warming is not None:
             self._warming.join()
 
-    def _agree(self, state: TrainingState, name: CheckpointName) -> tuple[Captured, dict[str, Any]]:
+    def _agree(
+        self, state: TrainingState, name: CheckpointName, permit: Callable[[int], None]
+    ) -> tuple[Captured, dict[str, Any]]:
         captured, error = _capture(state)
+        plan = self._planner.known(captured) if captured else 0
         agreed = self._ranks.agree(
             error,
             {
@@ -189,9 +217,10 @@ class CheckpointWriter:
                 "name": str(name),
                 "shape": captured.shape if captured else "",
                 "parts": dict(captured.parts) if captured else {},
-                "plan": self._planner.known(captured) if captured else 0,
+                "plan": plan,
+                "size": self._planner.plan.size if plan else _size(captured),
             },
-            lambda reports: _open_stage(self._store, name, reports),
+            lambda reports: open_stage(self._store, name, reports, permit),
             doing="Preparing a checkpoint",
         )
         if captured is None:
@@ -235,29 +264,45 @@ class CheckpointWriter:
         stage: Path,
         filling: Filling,
         seal: Callable[[Sequence[Any]], dict[str, Json]],
-    ) -> int:
+        doubts: Callable[[], Sequence[str]],
+    ) -> dict[str, Any]:
         entries: list[FileEntry] = []
+        findings: list[str] = []
         error: Exception | None = None
         try:
             filling.wait(0)  # whether there is an arena at all
             memory = self._arena.memory(round_up(plan.size, PAGE))
             target = stage / data_file(self._later.rank)
-            entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
+            with ThreadPoolExecutor(1, thread_name_prefix="forge-health") as looking:
+                # Beside the write, which waits for the disk most of the time.
+                looked = looking.submit(
+                    unhealthy, self._parts(plan), ready=filling.wait, allowed=self._infinite or ()
+                )
+                entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
+                findings += looked.result()
+            findings += doubts()
             if self._later.rank == 0:
                 index = memoryview(plan.index)
                 entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
         except Exception as caught:
             error = caught
         try:
-            agreed = self._later.agree(
-                error, [_to_json(entry) for entry in entries], seal, doing=f"Saving {name}"
+            agreed: dict[str, Any] = self._later.agree(
+                error,
+                report_of(entries, findings),
+                seal,
+                doing=f"Saving {name}",
             )
         except RanksLostError:
             raise  # others may still be writing; the stage is swept by a later launch
         except Exception:
             self._discard(stage)
             raise
-        return int(agreed["size"])
+        return agreed
+
+    def _parts(self, plan: Plan) -> Iterator[Part]:
+        for view, shard, at in zip(self._views, plan.shards, plan.places, strict=True):
+            yield shard.key, view, at + shard.nbytes
 
     def _discard(self, stage: Path) -> None:
         if self._ranks.rank == 0:
@@ -281,33 +326,16 @@ def save_checkpoint(
     return flight.result()
 
 
-def _open_stage(
-    store: CheckpointStore, name: CheckpointName, reports: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    steps = [report["step"] for report in reports]
-    if len(set(steps)) != 1:
-        raise CheckpointError(
-            f"the ranks are at different steps: {steps[:20]}",
-            next_step="Call save at the same step on every rank (run.save() does).",
-        )
-    _same_shape([report["shape"] for report in reports])
-    parts = [report["parts"] for report in reports]
-    disagreeing = [part for part in parts[0] if any(p.get(part) != parts[0][part] for p in parts)]
-    plans = {report["plan"] for report in reports}
-    stage = store.create_stage(name)
-    return {
-        "name": str(name),
-        "stage": stage.name,
-        "disagreeing": disagreeing,
-        "plan": plans.pop() if len(plans) == 1 else 0,
-    }
-
-
 def _capture(state: TrainingState) -> tuple[Captured | None, Exception | None]:
     try:
         return state.capture(), None
     except Exception as caught:
         return None, caught
+
+
+def _size(captured: Captured | None) -> int:
+    """At most so many bytes before it is known who writes what."""
+    return sum(_local(t).nbytes for t in captured.tensors.values()) if captured else 0
 
 
 def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
@@ -326,39 +354,5 @@ def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
     return wait
 
 
-def _same_shape(shapes: Sequence[str]) -> None:
-    if len(set(shapes)) != 1:
-        raise CheckpointError(
-            "the ranks hold different tensors",
-            next_step="Register the same objects on every rank; pipeline stages need one run "
-            "directory each for now.",
-        )
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _seal(
-    name: CheckpointName,
-    document: Mapping[str, Any],
-    reports: Sequence[Sequence[Any]],
-    **facts: Any,
-) -> Manifest:
-    files = sorted((_from_json(f) for report in reports for f in report), key=lambda f: f.name)
-    return Manifest(
-        name=name,
-        world_size=len(reports),
-        files=tuple(files),
-        state=document,
-        torch_version=torch.__version__,
-        **facts,
-    )
-
-
-def _to_json(entry: FileEntry) -> list[Any]:
-    return [entry.name, entry.size, list(entry.block_hashes)]
-
-
-def _from_json(value: Sequence[Any]) -> FileEntry:
-    return FileEntry(value[0], value[1], tuple(value[2]))

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from slurm_forge.checkpoint.health import NOTES
 from slurm_forge.checkpoint.jsonstate import decode, encode, escape
 from slurm_forge.checkpoint.models import (
     apply_model,
@@ -73,7 +74,8 @@ class TrainingState:
 
     ``extra`` is the run's own JSON (step, samples consumed, plan, …), ``rng`` this rank's generator
     states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
-    keys only.
+    keys only.  ``notes`` are figures under ``notes/…`` that one rank at most hands over: what was
+    not saved of them is left as it is.
     """
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class TrainingState:
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
@@ -111,7 +114,7 @@ class TrainingState:
         shared = sorted(tensors)
         # What a DTensor replicates is equal by definition: any holder may write it.
         alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
-        for key, tensor in self.rng.items():
+        for key, tensor in (*self.rng.items(), *self.notes.items()):
             save(key, tensor)
         document: dict[str, Json] = {
             "extra": encode(dict(self.extra), "extra"),
@@ -120,6 +123,10 @@ class TrainingState:
             "objects": objects,
         }
         return Captured(tensors, document, frozenset(alike), _parts(document), _digest(shared))
+
+    def trained(self) -> frozenset[str]:
+        """Keys of the parameters: what is learned."""
+        return frozenset(f"models/{name.key}" for name in name_parameters(self.models).values())
 
     def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
         """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
@@ -141,6 +148,10 @@ class TrainingState:
         rng = saved_tensors(metadata, "rng/")
         for key in set(self.rng) & set(rng):
             targets[key] = new_target(rng[key], None)
+        saved = saved_tensors(metadata, NOTES)
+        for key in set(self.notes) & set(saved):
+            if saved[key].size == self.notes[key].shape:  # another version may have noted less
+                targets[key] = self.notes[key]
         return LoadTarget(self, document, targets, optimizers)
 
 

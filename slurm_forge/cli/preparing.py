@@ -43,10 +43,6 @@ def check(path: Path) -> Checked:
 def _not_yet(job: JobSpec) -> tuple[str, ...]:
     """Keys that are read and not acted on in this version: said aloud, not passed over."""
     asked = []
-    if job.checkpoint.keep_best is not None:
-        asked.append("checkpoint.keep_best")
-    if "good_after_steps" in job.checkpoint.model_fields_set:
-        asked.append("checkpoint.good_after_steps")
     for cause in job.recovery.model_fields_set:
         for rung in getattr(job.recovery, cause):
             if "skip_samples" in rung.model_fields_set:

@@ -164,6 +164,11 @@ class Hub:
             self._published[key] = value
             self._broadcast(p.Publish(key=key, value=value))
 
+    def time_left(self, seconds: float) -> None:
+        """Tell every rank how long it has, from now, until the launch is ended."""
+        with self._lock:
+            self._broadcast(p.TimeLeft(seconds=seconds))
+
     def abort(self, reason: str) -> None:
         """Tell every rank to leave at once."""
         with self._lock:

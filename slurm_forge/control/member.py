@@ -58,6 +58,7 @@ class Member:
         self._phase = "start"
         self._phase_since = clock()
         self._published: dict[str, str] = {}
+        self._ends_at: float | None = None
         self._closing = False
         self._lost = ""
         try:
@@ -127,6 +128,12 @@ class Member:
     def pending(self) -> bool:
         """Whether somebody has asked for something that is not done yet."""
         return self._agreement.pending
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the launch is ended, where somebody has said so; never below 0."""
+        ends_at = self._ends_at
+        return None if ends_at is None else max(0.0, ends_at - self._clock())
 
     def send(self, message: p.Message) -> None:
         """Say something to the conductor.  A lost channel is not an error here."""
@@ -228,6 +235,8 @@ class Member:
                 with self._condition:
                     self._published[message.key] = message.value
                     self._condition.notify_all()
+            case p.TimeLeft():
+                self._ends_at = self._clock() + message.seconds
             case p.Abort():
                 return message.reason or "the hub ended the launch"
             case _:

@@ -17,10 +17,12 @@ __all__ = [
     "Abort",
     "At",
     "Beat",
+    "Committed",
     "Failed",
     "Finished",
     "Hello",
     "Message",
+    "NotCommitted",
     "Notice",
     "ProbeArrived",
     "ProbeDone",
@@ -31,6 +33,7 @@ __all__ = [
     "Stopped",
     "Target",
     "Through",
+    "TimeLeft",
     "Welcome",
     "decode",
     "encode",
@@ -152,6 +155,33 @@ class Publish(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLeft(Message):
+    """The hub knows how long the ranks have until they are ended, counted from now."""
+
+    tag: ClassVar[str] = "time_left"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Message):
+    """Rank 0: a checkpoint is on disk, and what it cost."""
+
+    tag: ClassVar[str] = "committed"
+    step: int
+    seconds: float
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotCommitted(Message):
+    """Rank 0: a save came to nothing; training goes on."""
+
+    tag: ClassVar[str] = "not_committed"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(Message):
     """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed."""
 
@@ -235,6 +265,9 @@ _KINDS: tuple[type[Message], ...] = (
     At,
     Target,
     Publish,
+    TimeLeft,
+    Committed,
+    NotCommitted,
     Stopped,
     Through,
     Finished,

@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointFailed",
     "CheckpointJudged",
+    "CheckpointMeasured",
     "CheckpointRejected",
     "CheckpointsPruned",
     "DecisionTaken",
@@ -163,6 +164,16 @@ class CheckpointJudged:
     reason: str
     step: int | None = None
     kind: Literal["checkpoint_judged"] = "checkpoint_judged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointMeasured:
+    """An evaluation of what is in a checkpoint: the metric that ``keep_best`` goes by."""
+
+    name: str
+    metric: str
+    value: float
+    kind: Literal["checkpoint_measured"] = "checkpoint_measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +326,7 @@ Event = Annotated[
     | CheckpointFailed
     | CheckpointRejected
     | CheckpointJudged
+    | CheckpointMeasured
     | CheckpointsPruned
     | StepSkipped
     | NoticeSeen

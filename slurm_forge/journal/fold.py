@@ -13,6 +13,7 @@ from slurm_forge.journal.known import (
     after_instability,
     committed,
     judged,
+    measured,
     pruned,
 )
 from slurm_forge.journal.state import AttemptState, BudgetUse, LaunchState, RunState, RunStatus
@@ -162,6 +163,10 @@ def _step(state: RunState, record: Record) -> RunState:
                 state,
                 known=judged(state.known, name, event.trust, event.reason, by_person=by_person),
             )
+        case ev.CheckpointMeasured():
+            name = _name(event.name)
+            known = state.known if name is None else measured(state.known, name, event.value)
+            return replace(state, known=known)
         case ev.CheckpointsPruned():
             gone = {name for text in event.names if (name := _name(text)) is not None}
             return replace(state, known=pruned(state.known, gone))

@@ -17,6 +17,7 @@ __all__ = [
     "after_instability",
     "committed",
     "judged",
+    "measured",
     "newest_usable",
     "pruned",
 ]
@@ -40,6 +41,7 @@ class KnownCheckpoint:
     size: int = 0
     seconds: float = 0.0
     blocked_s: float = 0.0
+    metric: float | None = None
     by_person: bool = False
 
 
@@ -51,7 +53,13 @@ def committed(known: Known, found: KnownCheckpoint) -> Known:
     """A checkpoint was published; a judgement that came before its line stays."""
     earlier = next((k for k in known if k.name == found.name), None)
     if earlier is not None:
-        found = replace(found, trust=earlier.trust, why=earlier.why, by_person=earlier.by_person)
+        found = replace(
+            found,
+            trust=earlier.trust,
+            why=earlier.why,
+            by_person=earlier.by_person,
+            metric=earlier.metric,
+        )
     return (*(k for k in known if k.name != found.name), found)
 
 
@@ -69,6 +77,11 @@ def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_per
     if all(each.name != name for each in known):
         known = (*known, KnownCheckpoint(name=name))
     return _where(known, {name}, judge)
+
+
+def measured(known: Known, name: CheckpointName, value: float) -> Known:
+    """The metric that the job keeps the best one by."""
+    return _where(known, {name}, lambda each: replace(each, metric=value))
 
 
 def pruned(known: Known, names: Collection[CheckpointName]) -> Known:

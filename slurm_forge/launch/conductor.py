@@ -19,6 +19,7 @@ from slurm_forge.control.hub import Agreed, Gone, Said
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, NoticeSeen, StopAgreed
 from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.timing import Timing
@@ -38,6 +39,8 @@ _FILES_EVERY_S = 1.0
 _REFRESH_EVERY_S = 60.0
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
+#: Ranks hear again how long they have when it has changed by more.
+_TELL_AGAIN_S = 0.5
 #: How long the last question to Slurm may hold up what comes after the launch.
 _LAST_QUERY_S = 3.0
 
@@ -74,7 +77,8 @@ class Conductor:
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seen = Seen()
         self._next_files = 0.0
-        self._next_save = clock() + _seconds(timing.save_every)
+        self._pace = SavePace(timing, clock())
+        self._told_left: float | None = None
         self._next_refresh = clock() + _REFRESH_EVERY_S
         self._next_stop_query = 0.0
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
@@ -140,6 +144,14 @@ class Conductor:
             case p.Stopped():
                 seen.said_goodbye.add(rank)
                 seen.stopped = message if rank == 0 or seen.stopped is None else seen.stopped
+            case p.Committed():
+                self._pace.committed(
+                    self._clock(),
+                    blocked=timedelta(seconds=message.blocked_s),
+                    durable=timedelta(seconds=message.seconds),
+                )
+            case p.NotCommitted():
+                self._not_committed(message)
             case p.Through():
                 seen.through[rank] = message.step
             case p.Finished():
@@ -217,10 +229,8 @@ class Conductor:
         self._check_deadline(now)
         self._check_parting()
         if self._undisturbed():
-            if now >= self._next_save:
-                self._next_save = now + _seconds(self._timing.save_every)
-                if self._may_save():
-                    self._ask_save("every_minutes")
+            if self._pace.due(now) and self._may_save():
+                self._ask_save("every_minutes")
             measured = self._judge.look(now)
             if measured is not None:
                 self._note(measured)
@@ -318,6 +328,12 @@ class Conductor:
             )
             self._fail(rank, Cause.APP_ERROR.value, step, text)
 
+    def _not_committed(self, said: p.NotCommitted) -> None:
+        failed = self._pace.not_committed(self._clock())
+        if failed is not None:
+            text = f"{failed} saves in a row came to nothing; the last: {said.reason}"
+            self._fail(0, Cause.STORAGE.value, said.step, text, everybody=True)
+
     def _check_deadline(self, now: float) -> None:
         seen = self._seen
         if seen.stop_asked is None or seen.deadline_passed:
@@ -327,7 +343,12 @@ class Conductor:
         if record is not None and record.end_time is not None:
             asked_ago = timedelta(seconds=now - seen.stop_asked)
             given = min(given, record.end_time - (self._now() - asked_ago))
-        if now - seen.stop_asked >= (given - self._timing.margin(given)).total_seconds():
+        ends_at = seen.stop_asked + (given - self._timing.margin(given)).total_seconds()
+        if self._told_left is None or abs(ends_at - self._told_left) > _TELL_AGAIN_S:
+            # What can't be saved by then is better not begun.
+            self._told_left = ends_at
+            self._hub.time_left(max(0.0, ends_at - now))
+        if now >= ends_at:
             if seen.notice_record is None and self._watch.asking:
                 return  # the first answer is still to come: it may say that there is more time
             seen.deadline_passed = True
@@ -389,7 +410,3 @@ class Conductor:
             self._take_record(self._clock())
             time.sleep(_TICK_S)
         self._take_record(self._clock())
-
-
-def _seconds(every: timedelta | None) -> float:
-    return float("inf") if every is None else every.total_seconds()

@@ -132,7 +132,7 @@ class Embedded:
             self.hub,
             journal=self._attempt.journal,
             watch=self._watch,
-            timing=timing(file.job),
+            timing=timing(file.job, state=self._attempt.state(), now=time.time()),
             stop_file=run.stop_file,
             save_file=run.save_file,
             launched=None,

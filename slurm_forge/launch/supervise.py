@@ -168,7 +168,7 @@ class _Supervisor:
                 hub,
                 journal=attempt.journal,
                 watch=self._watch,
-                timing=timing(file.job, self._watch.latest),
+                timing=timing(file.job, self._watch.latest, state=attempt.state(), now=time.time()),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
                 launched=step,

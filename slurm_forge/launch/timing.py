@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from slurm_forge.journal import RunState
+from slurm_forge.recovery.interval import measured_interval, seen_between
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
 
@@ -19,6 +21,9 @@ class Timing:
     save_every: timedelta | None
     probe_every: timedelta | None
     probe_deadline: timedelta
+    #: The mean time between interruptions, where the interval is ours to choose: then every commit
+    #: says anew how often to save.
+    between: timedelta | None = None
     #: For a stop whose end nobody knows (a signal by hand): then the launch is ended anyway.
     stop_within: timedelta = timedelta(minutes=10)
 
@@ -33,21 +38,35 @@ _LEAD_LEAST = timedelta(seconds=10)
 _LEAD_MOST = timedelta(minutes=2)
 
 
-def lead_time(job: JobSpec, limit: timedelta | None) -> timedelta:
-    """How long before the end of the time limit the last save begins."""
+#: The last save may have to wait for one that was begun right before it; and disks have bad days.
+_SAVES = 2 * 1.5
+#: More than this share of a limit is never kept back: something has to be trained.
+_LEAD_LARGEST_SHARE = 0.5
+
+
+def lead_time(job: JobSpec, limit: timedelta | None, save: timedelta = timedelta(0)) -> timedelta:
+    """How long before the end of the time limit the last save begins.
+
+    ``save`` is how long saves of this run were seen to take, 0 where none was.
+    """
     if job.lead is not None:
         return job.lead
+    measured = _SAVES * save + _LEAD_LEAST
     if limit is None:
-        return _LEAD_MOST
-    return min(_LEAD_MOST, max(_LEAD_LEAST, _LEAD_SHARE * limit))
+        return max(_LEAD_MOST, measured)
+    usual = min(_LEAD_MOST, max(_LEAD_LEAST, _LEAD_SHARE * limit))
+    return max(usual, min(measured, _LEAD_LARGEST_SHARE * limit))
 
 
-def timing(job: JobSpec, record: JobRecord | None = None) -> Timing:
-    """When to save, probe and stop, from the job file and the job's own limit."""
+def timing(job: JobSpec, record: JobRecord | None = None, *, state: RunState, now: float) -> Timing:
+    """When to save, probe and stop: from the job file, the job's own limit, and the journal."""
     limit = job.resources.time if record is None else record.time_limit
+    slowest = max((each.seconds for each in state.known[-5:]), default=0.0)
+    automatic = job.checkpoint.automatic
     return Timing(
-        lead=lead_time(job, limit),
-        save_every=job.checkpoint.every,
+        lead=lead_time(job, limit, timedelta(seconds=slowest)),
+        save_every=measured_interval(state, now=now) if automatic else job.checkpoint.every,
+        between=seen_between(state, now=now) if automatic else None,
         probe_every=job.probe.every if job.probe.enabled else None,
         probe_deadline=job.probe.deadline,
     )

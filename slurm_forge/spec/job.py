@@ -15,10 +15,12 @@ from slurm_forge.documents import wrong_key
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.types import (
+    AUTO,
     Arguments,
     Count,
     Environment,
     Factor,
+    Minutes,
     PositiveDuration,
     Section,
     ShellText,
@@ -53,13 +55,16 @@ class CheckpointSpec(Section):
     known_as: ClassVar[Mapping[str, str]] = {
         "every": "every_minutes", "interval": "every_steps", "keep": "keep_last",
         "max_to_keep": "keep_last", "save_total_limit": "keep_last", "best": "keep_best",
+        "every_n_steps": "keep_every_steps",
     }  # fmt: skip
 
     every_steps: Count | None = Field(
         default=None, description="Save every so many optimizer steps."
     )
-    every_minutes: Factor | None = Field(
-        default=10, description="Save when so many minutes have passed since the last one."
+    every_minutes: Minutes | None = Field(
+        default=AUTO,
+        description="Save when so many minutes have passed since the last one. auto: from what a "
+        "save costs and how often the run is interrupted, both measured (Young and Daly).",
     )
     background: bool = Field(
         default=True,
@@ -68,7 +73,15 @@ class CheckpointSpec(Section):
     )
     keep_last: Count = Field(default=3, description="How many of the newest checkpoints stay.")
     keep_best: KeepBest | None = Field(
-        default=None, description="Keep the best one too, by a metric."
+        default=None,
+        description="Keep the best one too, by a metric that an evaluation logs; a better one is "
+        "saved when the evaluation ends.",
+    )
+    keep_every_steps: Count | None = Field(
+        default=None, description="Keep the first of every so many steps, too, for good."
+    )
+    keep_every_minutes: Factor | None = Field(
+        default=None, description="Keep the first of every so many minutes, too, for good."
     )
     good_after_steps: Steps = Field(
         default=20, description="Healthy steps after which a checkpoint is known to be good."
@@ -76,8 +89,15 @@ class CheckpointSpec(Section):
 
     @property
     def every(self) -> timedelta | None:
-        """Longest time between two checkpoints, or ``None``."""
-        return None if self.every_minutes is None else timedelta(minutes=self.every_minutes)
+        """Longest time between two checkpoints that the user asked for, or ``None``."""
+        if self.every_minutes is None or isinstance(self.every_minutes, str):
+            return None
+        return timedelta(minutes=self.every_minutes)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the interval is ours to choose."""
+        return self.every_minutes == AUTO
 
 
 class ProbeSpec(Section):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,7 @@ from slurm_forge.units import (
 )
 
 __all__ = [
+    "AUTO",
     "Arguments",
     "Count",
     "DirectiveText",
@@ -40,6 +41,7 @@ __all__ = [
     "GpuRequest",
     "Gpus",
     "Memory",
+    "Minutes",
     "PositiveDuration",
     "Section",
     "ShellText",
@@ -188,6 +190,17 @@ def _check_json(value: Any, path: tuple[str | int, ...]) -> None:
             _check_json(inner, (*path, index))
 
 
+def _parse_interval(value: object) -> object:
+    if value == AUTO:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        shown = f'"{value}"' if isinstance(value, str) else str(value)
+        raise ValueError(f"expected a number of minutes or auto, got {shown}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"expected more than 0, got {value}")
+    return float(value)
+
+
 def _text_schema(*examples: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "examples": list(examples)})
 
@@ -195,6 +208,10 @@ def _text_schema(*examples: str) -> WithJsonSchema:
 Count = Annotated[int, Field(strict=True, ge=1)]
 Steps = Annotated[int, Field(strict=True, ge=0)]
 Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+
+#: The word for what is chosen from measurements.
+AUTO: Literal["auto"] = "auto"
+Minutes = Annotated[float | Literal["auto"], BeforeValidator(_parse_interval)]
 
 Duration = Annotated[
     timedelta,

@@ -166,6 +166,7 @@ class CheckpointStore:
         *,
         current: tuple[int, int] | None = None,
         distrusted: Collection[CheckpointName] = (),
+        suspect: Collection[CheckpointName] = (),
     ) -> Pruned:
         """Delete checkpoints that are not to be kept, and what earlier deletions left.
 
@@ -174,14 +175,16 @@ class CheckpointStore:
         raise.  ``current`` is (attempt, launch) of the caller: stages of lower ones, whose writers
         are gone or fenced, are deleted too.  ``distrusted`` were read and found damaged: sizes and
         manifests tell nothing of that, and without them here a damaged one of a higher step would
-        push out the good ones.  Everything else that goes wrong is only reported.
+        push out the good ones.  ``suspect`` are whole and not to be resumed from: they fill no
+        place either, and may go.  Everything else that goes wrong is only reported.
         """
         # What was found damaged counts for nothing, whatever its step; it stays for a person.
         names = [name for name in self.candidates() if name not in distrusted]
         protected = set(keep(names) if callable(keep) else keep)
-        protected.update(names[:1])
+        usable = [name for name in names if name not in suspect]
+        protected.update(usable[:1])
         verified = 0
-        for name in names:
+        for name in usable:
             if verified == _LEAST_VERIFIED:
                 break
             with contextlib.suppress(CheckpointRejectedError):

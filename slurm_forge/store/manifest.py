@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -73,7 +73,8 @@ class Manifest:
     ``state`` is the part of the training state that is not tensors, as JSON.  ``sequence`` counts
     the saves of the process that wrote it and tells two checkpoints of one step and launch apart.
     ``parent`` is the checkpoint that the run was resumed from or that was written before.
-    ``created_at`` is for people; nothing is decided by it.
+    ``created_at`` is for people; nothing is decided by it.  ``findings`` name what is not healthy
+    in it; ``about`` is what it was made with and from (environment, structure, data), to compare.
     """
 
     run_id: str
@@ -86,6 +87,8 @@ class Manifest:
     created_at: datetime
     reason: str
     parent: CheckpointName | None = None
+    findings: tuple[str, ...] = ()
+    about: Mapping[str, Json] = field(default_factory=dict)
     block_size: int = BLOCK_SIZE
 
     @property
@@ -149,6 +152,8 @@ class Manifest:
             "sequence": self.sequence,
             "parent": None if self.parent is None else str(self.parent),
             "reason": self.reason,
+            "findings": list(self.findings),
+            "about": dict(self.about),
             "created_at": self.created_at.isoformat(),
             "torch_version": self.torch_version,
             "world_size": self.world_size,
@@ -169,7 +174,8 @@ def _canonical(body: object) -> bytes:
 def _read_body(value: object) -> Manifest:
     keys = {
         "format", "run_id", "name", "step", "attempt", "launch", "nonce", "sequence", "parent",
-        "reason", "created_at", "torch_version", "world_size", "block_size", "files", "state",
+        "reason", "findings", "about", "created_at", "torch_version", "world_size", "block_size",
+        "files", "state",
     }  # fmt: skip
     if isinstance(value, dict) and value.get("format") != _FORMAT:
         raise rejected(f"its format is {value.get('format')!r}, this version reads {_FORMAT}")
@@ -185,8 +191,9 @@ def _read_body(value: object) -> Manifest:
     if INDEX_NAME not in {file.name for file in files}:
         raise rejected(f"{INDEX_NAME} is not listed")
     state = body["state"]
-    if not isinstance(state, dict):
-        raise rejected("state is not an object")
+    about = body["about"]
+    if not isinstance(state, dict) or not isinstance(about, dict):
+        raise rejected("state or about is not an object")
     parent = body["parent"]
     return Manifest(
         run_id=_text(body["run_id"], "run_id"),
@@ -199,6 +206,8 @@ def _read_body(value: object) -> Manifest:
         created_at=_time(body["created_at"]),
         reason=_text(body["reason"], "reason"),
         parent=None if parent is None else _name(parent, "parent"),
+        findings=tuple(_text(each, "findings") for each in _list(body["findings"], "findings")),
+        about=about,
         block_size=block_size,
     )
 

@@ -88,6 +88,11 @@ class BatchLoss:
             self._total = self._summed_over_ranks(self._sum)
         return self._ranks / self._total[1]
 
+    @property
+    def known(self) -> bool:
+        """Whether a loss was handed over: a loop of somebody else's keeps it to itself."""
+        return self._mean is not None or self._sum is not None
+
     def mean(self) -> torch.Tensor:
         """The mean loss, detached, on the device; nothing is waited for and nothing collective.
 

@@ -25,13 +25,15 @@ from slurm_forge.training.loss import BatchLoss, Loss
 from slurm_forge.training.order import SampleOrder
 from slurm_forge.training.probe import Probe
 from slurm_forge.training.process_group import Groups
+from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.sameness import require_same
-from slurm_forge.training.saver import Progress, Saver
+from slurm_forge.training.saver import Saver
 from slurm_forge.training.saves import Saves
 from slurm_forge.training.skips import Skips
 from slurm_forge.training.step import Step
 from slurm_forge.training.telling import Telling
+from slurm_forge.training.trail import LossTrail
 from slurm_forge.training.until import Epochs, Steps
 from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -75,7 +77,15 @@ class Run:
         self._registry = Registry()
         self._hooks = Hooks(context.rank)
         self._progress = Progress()
-        self._saver = Saver(context, group=groups.cpu, background=groups.saving, journal=journal)
+        self._trail = LossTrail(device)
+        self._saver = Saver(
+            context,
+            group=groups.cpu,
+            background=groups.saving,
+            journal=journal,
+            member=member,
+            trail=self._trail,
+        )
         self._boundaries = Boundaries(member, self._act)
         self._skips = Skips(
             context,
@@ -299,6 +309,7 @@ class Run:
             self._saves.random = None
         if name == "eval":
             self._hooks.call("on_eval_end", step=self._progress.step)
+            self._saves.evaluated(self._telling.latest)
 
     def due(self, name: str, *, every: int) -> bool:
         """Whether phase ``name`` is to run now: every so many steps, and again if it was cut off.
@@ -363,6 +374,8 @@ class Run:
         for scheduler in self._registry.schedulers:
             scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
         unprotected = step.end()
+        if step.has_loss:
+            self._trail.note(step.mean_loss())
         self._skips.taken(
             step.applied,
             StepSkipped(

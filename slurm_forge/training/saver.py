@@ -2,73 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.flight import Flight, Saved
+from slurm_forge.checkpoint.health import NOTES
 from slurm_forge.checkpoint.load import resume
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.control import Member
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
-    FencedError,
     RanksLostError,
     UnsupportedError,
 )
-from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import CheckpointCommitted, CheckpointFailed, CheckpointRejected
+from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
 from slurm_forge.training.context import RankContext
+from slurm_forge.training.keeping import Keeping
+from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
+from slurm_forge.training.trail import LossTrail, doubtful, values
 
-__all__ = ["Progress", "Saver"]
+__all__ = ["Saver"]
 
-#: Checkpoints of its own after which a launch needs the one it was resumed from no more.
-_TRUSTED = 2
 _LAND_WITHIN_S = 60.0
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far the run is: everything of a checkpoint that is neither a tensor nor the user's."""
-
-    step: int = 0
-    consumed: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    phases: dict[str, int] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """For the manifest."""
-        return {
-            "step": self.step,
-            "consumed": self.consumed,
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "phases": dict(self.phases),
-            "extra": dict(self.extra),
-        }
-
-    def restore(self, body: Mapping[str, Any]) -> None:
-        """In place, because the program may hold a reference."""
-        self.step = int(body["step"])
-        self.consumed = int(body["consumed"])
-        self.skipped = int(body["skipped"])
-        self.skipped_in_a_row = int(body["skipped_in_a_row"])
-        self.phases = {str(name): int(step) for name, step in body["phases"].items()}
-        self.extra.clear()
-        self.extra.update(body["extra"])
+#: Under which rank 0's losses of the last steps are saved.
+_LOSSES = NOTES + "losses"
 
 
 class Saver:
@@ -81,16 +52,29 @@ class Saver:
         group: dist.ProcessGroup | None,
         background: dist.ProcessGroup | None,
         journal: JournalWriter | None,
+        member: Member,
+        trail: LossTrail,
     ) -> None:
         self._context = context
         self._group = group
-        self._journal = journal
+        self._trail = trail
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
         self._writer = CheckpointWriter(self._store, group=group, background=background)
         self._flight: Flight | None = None
-        #: On rank 0: what was read and found damaged.
-        self._distrusted: set[CheckpointName] = set()
-        self._resumed_from: CheckpointName | None = None
+        #: On rank 0: the book of what is there.
+        self.keeping = (
+            None
+            if journal is None
+            else Keeping(
+                self._store,
+                context.spec.checkpoint,
+                journal=journal,
+                current=(context.brief.attempt, context.brief.launch),
+                fence=context.fence,
+                seconds_left=lambda: member.seconds_left,
+                tell=member.send,
+            )
+        )
         #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
         #: The step of the last save that was begun, whatever came of it.
@@ -123,6 +107,12 @@ class Saver:
         def after(end: Saved | CheckpointError) -> None:
             self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
 
+        losses = self._trail.snapshot()
+        unstable = _instability(registry, progress)
+
+        def doubts() -> Sequence[str]:
+            return (*unstable, *doubtful(values(losses)))
+
         try:
             self._flight = self._writer.begin(
                 self._state(registry, progress, random),
@@ -131,6 +121,8 @@ class Saver:
                 fence=self._context.fence,
                 background=not wait,
                 after=after,
+                permit=self._permit,
+                doubts=doubts,
             )
         except RanksLostError:
             raise  # no collective may follow: this launch is over
@@ -149,6 +141,17 @@ class Saver:
             raise
         except CheckpointError as error:  # no storage has been touched: the program is to be mended
             raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
+        """After an evaluation: whether this step is the best so far and is to be saved.
+
+        Collective, and only where the job keeps the best: rank 0's figure counts.
+        """
+
+        def better(_: object) -> bool:
+            return self.keeping is not None and self.keeping.evaluated(step, logged)
+
+        return bool(Ranks(self._group).agree(None, None, better, doing="Comparing evaluations"))
 
     def let_land(self) -> None:
         """Before this launch is given up: what is being written may well be what is resumed from.
@@ -181,33 +184,28 @@ class Saver:
             return None  # is in the journal
         return self.last
 
+    def _permit(self, size: int) -> None:
+        if self.keeping is not None:
+            self.keeping.permit(size, self._context.world_size + 2)
+
     def _note(
         self, end: Saved | CheckpointError, *, step: int, reason: str, seconds: float
     ) -> None:
         """Rank 0, at the end of a save, maybe on its thread: tell, and make room."""
-        if self._journal is None or isinstance(end, RanksLostError):
+        if self.keeping is None or isinstance(end, RanksLostError):
             return
         if isinstance(end, CheckpointError):
-            self._write(CheckpointFailed(step=step, reason=str(end)))
+            self.keeping.failed(step, str(end))
             return
-        self._write(
-            CheckpointCommitted(
-                name=str(end.name),
-                step=end.name.step,
-                reason=reason,
-                seconds=seconds,
-                blocked_s=end.blocked.total_seconds(),
-                size=end.size,
-            )
+        self.keeping.committed(
+            end.name,
+            reason=reason,
+            size=end.size,
+            lasted=timedelta(seconds=seconds),
+            blocked=end.blocked,
+            findings=end.findings,
+            time=time.time(),
         )
-        with contextlib.suppress(OSError, FencedError):  # the next save asks again
-            self._prune()
-
-    def _write(self, event: CheckpointCommitted | CheckpointFailed | CheckpointRejected) -> None:
-        # What happened is the same on all ranks: rank 0 alone must not fail over a line about it.
-        if self._journal is not None:
-            with contextlib.suppress(OSError):
-                self._journal.write(event)
 
     def restore(
         self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
@@ -216,8 +214,15 @@ class Saver:
 
         Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
         """
-        state = self._state(registry, progress, random)
-        loaded = resume(self._store, state, group=self._group, on_reject=self._rejected)
+        if self.keeping is not None:
+            self.keeping.recall(fold(read_journal(self._context.directory, thin=True)[0]))
+        loaded = resume(
+            self._store,
+            self._state(registry, progress, random),
+            group=self._group,
+            on_reject=self._rejected,
+            eligible=None if self.keeping is None else self.keeping.eligible,
+        )
         if loaded is None:
             history = self._context.brief.committed_step
             if history is not None:
@@ -239,7 +244,9 @@ class Saver:
             rng.derive(self._context.spec.seed, progress.step, self._context.rank)
         self.last = manifest.name
         self.begun = manifest.step
-        self._resumed_from = manifest.name
+        self._trail.restored()
+        if self.keeping is not None:
+            self.keeping.resumed(manifest.name)
         return manifest.name, exact
 
     def _state(
@@ -251,6 +258,7 @@ class Saver:
             objects=registry.others,
             extra=progress.to_json(),
             rng={self._rng_prefix + key: value for key, value in random.items()},
+            notes={} if self.keeping is None else {_LOSSES: self._trail.tensor()},
         )
 
     @property
@@ -258,21 +266,20 @@ class Saver:
         return f"rng/rank-{self._context.rank}/"
 
     def _rejected(self, name: CheckpointName, reason: str) -> None:
-        self._distrusted.add(name)
-        self._write(CheckpointRejected(name=str(name), reason=reason))
+        if self.keeping is not None:
+            self.keeping.rejected(name, reason)
 
-    def _prune(self) -> None:
-        brief, keep = self._context.brief, self._context.spec.checkpoint.keep_last
-        own = (brief.attempt, brief.launch)
 
-        def wanted(names: Sequence[CheckpointName]) -> list[CheckpointName]:
-            kept = list(names[:keep])
-            # What this launch was resumed from is known to load; its own are not yet.
-            mine = [name for name in names if (name.attempt, name.launch) == own]
-            if self._resumed_from is not None and len(mine) < _TRUSTED:
-                kept.append(self._resumed_from)
-            return kept
-
-        self._store.prune(
-            wanted, self._context.fence, current=own, distrusted=frozenset(self._distrusted)
-        )
+def _instability(registry: Registry, progress: Progress) -> tuple[str, ...]:
+    """What the last steps say of the state that they left, apart from the loss."""
+    scaler = registry.scaler
+    if scaler is not None and scaler.is_enabled():
+        scale = scaler.get_scale()
+        if not 0.0 < scale < math.inf:
+            return (f"the scale of the gradient scaler is {scale}",)
+        if scale > 1.0:
+            return ()  # it looks for its scale: skipped steps are part of that
+    if progress.skipped_in_a_row == 0:
+        return ()
+    skipped = progress.skipped_in_a_row
+    return (f"the last {skipped} steps had a gradient that is not finite",)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -11,8 +13,9 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
 from slurm_forge.training.boundary import Boundaries
 from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
-from slurm_forge.training.saver import Progress, Saver
+from slurm_forge.training.saver import Saver
 from slurm_forge.training.skips import Skips
 
 __all__ = ["Saves"]
@@ -47,6 +50,9 @@ class Saves:
         """Between two steps: what is over is settled, what is due is begun."""
         if self._saver.landed:
             self.settle()
+        if stepped and self._saver.keeping is not None:
+            healthy = self._progress.skipped_in_a_row == 0
+            self._saver.keeping.stepped(self._progress.step, healthy=healthy)
         if stepped and not self._prepared:
             # After the first step, because optimizers have no state before it.
             self._prepared = True
@@ -64,6 +70,17 @@ class Saves:
         wait = wait or not self._asked.background
         with self._saving():
             self._tell(self._saver.save(reason, self._registry, self._progress, random, wait=wait))
+
+    def evaluated(self, logged: Mapping[str, Any]) -> None:
+        """An evaluation is over: where the job keeps the best, a better one is saved.
+
+        A device is waited for only there, and no collective is issued anywhere else.
+        """
+        if self._asked.keep_best is None:
+            return
+        step = self._progress.step
+        if self._saver.evaluated(step, logged) and self._saver.begun != step:
+            self.save(f"best {self._asked.keep_best.metric}")
 
     def settle(self) -> None:
         """Wait for a save in the background, which is over if it was begun long ago."""

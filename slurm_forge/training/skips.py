@@ -17,8 +17,8 @@ from slurm_forge.recovery.decide import skips_allowed
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.guard import Applied
 from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
-from slurm_forge.training.saver import Progress
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Incident
 

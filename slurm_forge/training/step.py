@@ -96,6 +96,11 @@ class Step:
             scaler.update()
         return self._snapshot.unprotected
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether ``backward`` was called here, so that the loss is known."""
+        return self._loss.known
+
     def mean_loss(self) -> torch.Tensor:
         """This rank's part of the mean loss over the batch, detached; nothing is synchronised."""
         return self._loss.mean()

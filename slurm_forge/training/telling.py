@@ -9,7 +9,7 @@ from typing import Any
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Logged
 from slurm_forge.journal.events import Progress as ProgressSeen
-from slurm_forge.training.saver import Progress
+from slurm_forge.training.progress import Progress
 
 __all__ = ["Telling"]
 
@@ -24,11 +24,14 @@ class Telling:
         self._journal = journal
         self._progress = progress
         self._values: dict[str, Any] = {}
+        #: The newest of each name that was ever logged.
+        self.latest: dict[str, Any] = {}
         self._next = 0.0
 
     def remember(self, values: dict[str, Any]) -> None:
         """Keep figures (numbers, or tensors of one element) until they are written."""
         self._values.update(values)
+        self.latest.update(values)
 
     def write(self, *, now: bool = False) -> None:
         """Write progress and what was remembered, if it is time or ``now``."""

@@ -261,7 +261,7 @@ def launched(
         hub,
         journal=attempt.journal,
         watch=watch,
-        timing=timing(attempt.file.job),
+        timing=timing(attempt.file.job, state=attempt.state(), now=time.time()),
         stop_file=run.stop_file,
         save_file=run.save_file,
         launched=None,

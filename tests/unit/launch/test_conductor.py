@@ -532,6 +532,46 @@ def test_saves_come_at_their_interval_and_never_pile_up(stage: Stage) -> None:
     assert stage.ranks[0].acted == stage.ranks[1].acted
 
 
+def test_ranks_are_told_how_long_they_have_and_told_again_when_it_changes(stage: Stage) -> None:
+    told: dict[int, list[float]] = {0: [], 1: []}
+
+    def script(rank: Rank) -> None:
+        rank.pass_by(Position(0))
+        while not rank.stay.wait(0.01):
+            left = rank.member.seconds_left
+            known = told[rank.number]
+            if left is not None and (not known or abs(left - known[-1]) > 60):
+                known.append(left)
+
+    stage.script = script
+    stage.slurm.answer = SlurmUnreachableError(("scontrol",), 1, "busy")
+    stage.start(trains=False)
+    until(lambda: any(m.started for m in stage.hub.members().values()), "training")
+    assert [rank.member.seconds_left for rank in stage.ranks] == [None, None]
+    stage.notice()
+    until(lambda: all(told.values()), "the ten minutes that a stop has if nobody says more")
+    assert all(500 < each[0] <= 600 for each in told.values()), told
+    stage.preempt(grace=20)
+    until(lambda: all(len(each) > 1 for each in told.values()), "the grace time")
+    assert all(each[-1] < 20 for each in told.values()), told
+    stage.end()
+
+
+def test_saves_that_come_to_nothing_again_and_again_end_the_launch(stage: Stage) -> None:
+    def script(rank: Rank) -> None:
+        rank.train(1, stop=False)
+        if rank.number == 0:
+            for step in range(8):
+                rank.member.send(p.NotCommitted(step=step, reason="no room"))
+        rank.stay.wait(WITHIN_S)
+
+    stage.script = script
+    stage.start(trains=False)
+    stage.end()
+    assert stage.cause() is Cause.STORAGE
+    assert "8 saves in a row" in str(stage.facts)
+
+
 # -- failing -------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ IN_A_JOB = [
     ("resources:\n  ntasks-per-node: 2", 4, 'resources.ntasks-per-node: unknown key (did you mean "tasks_per_node"?)'),
     ("resources: {gpus: 8}", 3, 'resources.gpus: unknown key (did you mean "gpus_per_node"?)'),
     ("checkpoint: {keep: 3}", 3, 'checkpoint.keep: unknown key (did you mean "keep_last"?)'),
-    ("checkpoint: {zzz: 3}", 3, "checkpoint.zzz: unknown key (known here: every_steps, every_minutes, background, keep_last, keep_best, good_after_steps)"),
+    ("checkpoint: {zzz: 3}", 3, "checkpoint.zzz: unknown key (known here: every_steps, every_minutes, background, keep_last, keep_best, keep_every_steps, keep_every_minutes, good_after_steps)"),
     ("recovery: {nan: []}", 3, 'recovery.nan: unknown key (did you mean "non_finite"?)'),
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
     # types
@@ -36,7 +36,7 @@ IN_A_JOB = [
     ('resources:\n  nodes: "2"', 4, 'resources.nodes: expected a whole number, got "2"'),
     ("resources: {nodes: 0}", 3, "resources.nodes: expected at least 1, got 0"),
     ("checkpoint: {every_steps: true}", 3, "checkpoint.every_steps: expected a whole number, got true"),
-    ("checkpoint: {every_minutes: 10m}", 3, 'checkpoint.every_minutes: expected a number, got "10m"'),
+    ("checkpoint: {every_minutes: 10m}", 3, 'checkpoint.every_minutes: expected a number of minutes or auto, got "10m"'),
     ("checkpoint: {every_minutes: -1}", 3, "checkpoint.every_minutes: expected more than 0, got -1"),
     ("checkpoint: {keep_best: {metric: loss, mode: minimum}}", 3, 'checkpoint.keep_best.mode: unknown value "minimum" (did you mean "min"?)'),
     ("batch_coupled: 1", 3, "batch_coupled: expected true or false, got 1"),

@@ -60,7 +60,7 @@ def test_only_the_name_and_what_to_run_have_no_default() -> None:
     assert spec.command == ("python", "train.py", "3")
     assert (spec.resources.nodes, spec.resources.time, spec.resources.mem) == (1, None, None)
     assert (spec.checkpoint.keep_last, spec.checkpoint.good_after_steps) == (3, 20)
-    assert spec.checkpoint.every == timedelta(minutes=10)
+    assert (spec.checkpoint.automatic, spec.checkpoint.every) == (True, None)
     assert (spec.probe.enabled, spec.probe.every) == (True, timedelta(seconds=60))
     assert (spec.seed, spec.batch_coupled, spec.lead) == (0, False, None)
 
@@ -203,7 +203,7 @@ JOBS = st.fixed_dictionaries(
         "checkpoint": st.fixed_dictionaries(
             {},
             optional={
-                "every_minutes": st.none() | st.floats(0.1, 1000),
+                "every_minutes": st.none() | st.just("auto") | st.floats(0.1, 1000),
                 "keep_best": st.builds(lambda m: {"metric": m, "mode": "max"}, WORDS),
             },
         ),

@@ -48,6 +48,9 @@ class Channel:
     phases: list[str] = field(default_factory=list)
     pending: bool = True
     begun: int = 0
+    saves: list[p.Message] = field(default_factory=list)
+    #: Nobody has said when the launch will be ended.
+    seconds_left: float | None = None
 
     def advance(self, position: Position, *, entering: bool = False) -> tuple[Request, ...]:
         kind = self.due.get(position)
@@ -60,7 +63,8 @@ class Channel:
         self.begun = step
 
     def send(self, message: p.Message) -> None:
-        self.said.append(message)
+        about_saves = isinstance(message, p.Committed | p.NotCommitted)
+        (self.saves if about_saves else self.said).append(message)
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):

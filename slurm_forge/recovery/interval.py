@@ -1,0 +1,71 @@
+"""How often to save: what saving costs against what an interruption costs (Young 1974, Daly 2006).
+
+Both are measured: the time that a save holds training up, and how often the run was interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import timedelta
+
+from slurm_forge.journal.state import RunState
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["FIRST", "best_interval", "mean_time_between", "measured_interval", "seen_between"]
+
+#: Before anything is known.
+FIRST = timedelta(minutes=10)
+#: What a run is taken for that has not been interrupted yet: as if once in so long.
+_PRIOR = timedelta(hours=24)
+_LEAST = timedelta(minutes=1)
+_MOST = timedelta(minutes=60)
+#: A save is over, and its disk at rest for a while, before the next one begins.
+_REST = 4.0
+#: Ends that somebody wanted: they say nothing about how long the run will be left alone.
+_WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
+
+
+def best_interval(*, blocked: timedelta, durable: timedelta, between: timedelta) -> timedelta:
+    """The interval that loses least: sqrt(2 * cost * time between interruptions).
+
+    ``blocked`` is what one save costs the training, ``durable`` how long until it is on disk: an
+    interruption before that loses the interval before, so the interval is no shorter than a few of
+    it.  Between one minute and one hour.
+    """
+    young = math.sqrt(2.0 * blocked.total_seconds() * between.total_seconds())
+    least = max(_LEAST, _REST * durable)
+    return max(least, min(_MOST, timedelta(seconds=young)))
+
+
+def mean_time_between(running: timedelta, interruptions: int) -> timedelta:
+    """The mean time between interruptions, of which few or none were seen yet."""
+    return (running + _PRIOR) / (interruptions + 1)
+
+
+def seen_between(state: RunState, *, now: float) -> timedelta:
+    """The mean time between interruptions that the journal of a run has seen."""
+    running = timedelta(seconds=sum(_lasted(state, now)))
+    interruptions = sum(
+        incident.cause not in _WANTED
+        for attempt in state.attempts
+        for _, incident in attempt.incidents
+    )
+    return mean_time_between(running, interruptions)
+
+
+def measured_interval(state: RunState, *, now: float) -> timedelta:
+    """What the journal of a run says about how often it should save."""
+    seen = state.known[-5:]
+    if not seen:
+        return FIRST
+    return best_interval(
+        blocked=timedelta(seconds=max(each.blocked_s for each in seen)),
+        durable=timedelta(seconds=max(each.seconds for each in seen)),
+        between=seen_between(state, now=now),
+    )
+
+
+def _lasted(state: RunState, now: float) -> Iterable[float]:
+    for attempt in state.attempts:
+        yield max(0.0, (now if attempt.ended is None else attempt.ended) - attempt.started)

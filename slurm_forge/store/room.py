@@ -1,0 +1,49 @@
+"""Whether there is room for one more checkpoint: asked before a save, not found out in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.errors import CheckpointError
+from slurm_forge.units import format_memory
+
+__all__ = ["Room", "room_in", "shortage"]
+
+#: What stays free for journals and logs, which tell what happened, and for other people.
+_SPARE_BYTES = 64 << 20
+_SPARE_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes and files that may still be written; None where the file system does not say."""
+
+    size: int | None
+    files: int | None
+
+
+def room_in(directory: Path) -> Room:
+    """What statvfs tells an ordinary user; quotas are not in it on every file system."""
+    found = os.statvfs(directory)
+    # Of file systems without a fixed number of inodes both counts are 0.
+    files = found.f_favail if found.f_files else None
+    return Room(found.f_bavail * found.f_frsize if found.f_blocks else None, files)
+
+
+def shortage(room: Room, *, size: int, files: int) -> CheckpointError | None:
+    """Why ``size`` bytes in ``files`` files had better not be begun; None if there is room."""
+    if room.size is not None and room.size < size + _SPARE_BYTES:
+        return CheckpointError(
+            f"no room for a checkpoint of {format_memory(size)}: {format_memory(room.size)} free",
+            next_step="Make room, or keep fewer (checkpoint.keep_last, slurm-forge checkpoints "
+            "prune). Training goes on, and the next save asks again.",
+        )
+    if room.files is not None and room.files < files + _SPARE_FILES:
+        return CheckpointError(
+            f"no room for {files} more files: {room.files} inodes free",
+            next_step="Delete files on this file system, or ask for a larger quota of files. "
+            "Training goes on, and the next save asks again.",
+        )
+    return None

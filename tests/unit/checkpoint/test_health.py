@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slurm_forge.checkpoint.health import infinite_by_design, unhealthy
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+def found(tensor: torch.Tensor, **kwargs) -> tuple[str, ...]:
+    return unhealthy([("models/m/w", tensor, 0)], **kwargs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("where", [0, 7, 99])
+def test_one_bad_value_among_many_is_found_and_named(dtype: torch.dtype, where: int) -> None:
+    tensor = torch.ones(100, dtype=dtype)
+    assert found(tensor) == ()
+    tensor[where] = float("nan")
+    assert found(tensor) == ("NaN in models/m/w",)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:4])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinity_is_found_with_either_sign_and_both_together(
+    dtype: torch.dtype, sign: int
+) -> None:
+    tensor = torch.ones(10, 10, dtype=dtype)
+    tensor[3, 3] = sign * float("inf")
+    assert found(tensor) == ("infinity in models/m/w",)
+    tensor[4, 4] = -sign * float("inf")
+    assert found(tensor) == ("infinity in models/m/w",)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:4])
+def test_the_largest_finite_values_are_healthy_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    assert found(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)) == ()
+
+
+def test_complex_numbers_integers_and_nothing_at_all() -> None:
+    assert found(torch.tensor([complex(1, float("inf"))])) == ("infinity in models/m/w",)
+    assert found(torch.tensor([1, 2])) == ()
+    assert found(torch.tensor([])) == ()
+    assert found(torch.tensor([True])) == ()
+
+
+def test_a_mask_of_infinities_is_meant_and_nan_in_it_is_not() -> None:
+    mask = torch.full((4, 4), float("-inf")).triu(1)
+    broken = torch.tensor([float("nan")])
+    tensors = [("models/m/mask", mask), ("models/m/b", broken), ("models/m/c", torch.ones(2))]
+    allowed = infinite_by_design(tensors)
+    assert allowed == {"models/m/mask"}
+    assert unhealthy([("models/m/mask", mask, 0)], allowed=allowed) == ()
+    mask[0, 0] = float("nan")
+    assert unhealthy([("models/m/mask", mask, 0)], allowed=allowed) == ("NaN in models/m/mask",)
+
+
+def test_figures_about_the_training_may_hold_anything_and_long_lists_are_cut() -> None:
+    bad = torch.tensor([float("nan")])
+    assert unhealthy([("notes/losses", bad, 0)]) == ()
+    named = unhealthy([(f"models/m/{n}", bad, 0) for n in range(30)])
+    assert len(named) == 6
+    assert named[-1] == "and 25 more tensors"
+
+
+def test_a_part_is_not_looked_at_before_it_is_there() -> None:
+    tensor = torch.zeros(4)
+    asked = []
+
+    def arrive(end: int) -> None:
+        asked.append(end)
+        tensor[0] = float("nan")
+
+    assert unhealthy([("models/m/w", tensor, 16)], ready=arrive) == ("NaN in models/m/w",)
+    assert asked == [16]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.journal import KnownCheckpoint, RunState
+from slurm_forge.journal.state import AttemptState
+from slurm_forge.recovery.interval import (
+    FIRST,
+    best_interval,
+    mean_time_between,
+    measured_interval,
+)
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Incident
+
+
+def seconds(low: float, high: float) -> st.SearchStrategy[timedelta]:
+    return st.floats(low, high).map(lambda value: timedelta(seconds=value))
+
+
+def test_it_is_what_young_and_daly_say() -> None:
+    # A save that holds up for 0.3 s, one interruption in 41 hours: sqrt(2 * 0.3 * 147600) s.
+    found = best_interval(
+        blocked=timedelta(seconds=0.3),
+        durable=timedelta(seconds=6),
+        between=timedelta(hours=41),
+    )
+    assert found.total_seconds() == pytest.approx(297.6, abs=0.1)
+
+
+@given(seconds(0, 100), seconds(0, 1000), seconds(60, 1e7))
+def test_no_other_interval_within_the_bounds_loses_less(
+    blocked: timedelta, durable: timedelta, between: timedelta
+) -> None:
+    found = best_interval(blocked=blocked, durable=durable, between=between).total_seconds()
+    least = max(60.0, 4 * durable.total_seconds())
+    assert least <= found <= max(3600.0, least) + 1e-6
+
+    def lost(interval: float) -> float:
+        return blocked.total_seconds() / interval + interval / 2 / between.total_seconds()
+
+    for other in (least, max(3600.0, least), found * 0.9, found * 1.1):
+        if least <= other <= max(3600.0, least):
+            assert lost(found) <= lost(other) * (1 + 1e-6) or math.isclose(found, least)
+
+
+def test_more_interruptions_mean_a_shorter_interval() -> None:
+    day = timedelta(days=1)
+    assert mean_time_between(timedelta(0), 0) == day
+    assert mean_time_between(9 * day, 0) == 10 * day
+    assert mean_time_between(9 * day, 9) == day
+
+
+def state(*, blocked_s: float, causes: tuple[Cause, ...]) -> RunState:
+    incidents = tuple(
+        (float(n), Incident(id=str(n), cause=cause, confidence=Confidence.CERTAIN))
+        for n, cause in enumerate(causes)
+    )
+    attempt = AttemptState(
+        number=1, job="1", nodes=(), via="", started=0.0, ended=864e3, incidents=incidents
+    )
+    name = CheckpointName(10, 1, 1, "0000abcd")
+    known = (KnownCheckpoint(name=name, seconds=1.0, blocked_s=blocked_s),)
+    return RunState(attempts=(attempt,), known=known)
+
+
+def test_the_journal_says_what_saving_costs_and_how_often_it_was_needed() -> None:
+    assert measured_interval(RunState(), now=0.0) == FIRST
+    quiet = measured_interval(state(blocked_s=0.5, causes=()), now=0.0)
+    busy = measured_interval(state(blocked_s=0.5, causes=(Cause.PREEMPTED,) * 10), now=0.0)
+    assert busy < quiet
+    assert busy.total_seconds() == pytest.approx(math.sqrt(2 * 0.5 * 864e3 * 1.1 / 11), rel=0.01)
+    stopped = state(blocked_s=0.5, causes=(Cause.USER_CANCELLED,) * 10)
+    assert measured_interval(stopped, now=0.0) == quiet

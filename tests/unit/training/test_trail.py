@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slurm_forge.training.trail import LENGTH, LossTrail, doubtful, values
+
+CPU = torch.device("cpu")
+
+
+def trail_of(losses: list[float]) -> LossTrail:
+    trail = LossTrail(CPU)
+    for loss in losses:
+        trail.note(torch.tensor(loss))
+    return trail
+
+
+@pytest.mark.parametrize("count", [0, 1, LENGTH - 1, LENGTH, LENGTH + 1, 3 * LENGTH + 5])
+def test_the_last_losses_are_kept_in_order(count: int) -> None:
+    losses = [float(n) for n in range(count)]
+    assert values(trail_of(losses).snapshot()) == losses[-LENGTH:]
+
+
+def test_a_snapshot_does_not_change_any_more() -> None:
+    trail = trail_of([1.0])
+    taken = trail.snapshot()
+    trail.note(torch.tensor(2.0))
+    assert values(taken) == [1.0]
+
+
+def test_what_was_read_back_goes_on_where_it_was() -> None:
+    saved = trail_of([float(n) for n in range(LENGTH + 3)]).snapshot()
+    trail = LossTrail(CPU)
+    trail.tensor().copy_(saved)
+    trail.restored()
+    trail.note(torch.tensor(-1.0))
+    assert values(trail.snapshot()) == [*map(float, range(4, LENGTH + 3)), -1.0]
+
+
+@pytest.mark.parametrize("last", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_loss_that_no_healthy_training_has_is_doubted(last: float) -> None:
+    usual = [2.0 + 0.1 * math.sin(n) for n in range(30)]
+    assert doubtful(usual) == ()
+    (doubt,) = doubtful([*usual, last])
+    assert f"{last:.4g}" in doubt
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_of_any_type_are_taken(dtype: torch.dtype) -> None:
+    trail = LossTrail(CPU)
+    trail.note(torch.tensor(1.5, dtype=dtype))
+    assert values(trail.snapshot()) == [1.5]
+
+
+def test_nothing_is_doubted_where_too_little_is_known_or_the_loss_falls() -> None:
+    assert doubtful([]) == ()
+    assert doubtful([1.0, 1e9]) == ()
+    assert doubtful([1.0] * 20 + [1.1]) == ()
+    assert doubtful([10.0 * 0.9**n for n in range(60)]) == ()
+    assert doubtful([5.0] * 20 + [0.001]) == ()
