@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -60,13 +60,15 @@ def resume(
     on_reject: Callable[[CheckpointName, str], None],
     eligible: Callable[[CheckpointName], str | None] | None = None,
     patience: float = 10.0,
+    pauses: Sequence[float] = (0.5, 2.0),
 ) -> LoadedState | None:
     """Put the newest checkpoint that is whole into the registered objects; None if there is none.
 
     Collective over ``group`` (None: one process).  It may have been saved by another number of
     ranks, or wrapped otherwise (plain, DDP, FSDP2).  One that is damaged is passed over, with a
     call of ``on_reject`` on rank 0; ``eligible`` (on rank 0) may refuse one by returning why.
-    ``patience``: seconds to wait for files that another node sees already.
+    ``patience``: seconds to wait for files that another node sees already; ``pauses``: after which
+    a checkpoint is tried again that could not be read (which is no damage: a stale handle, say).
 
     CheckpointError on all ranks, before anything of it was read, where names, shapes or dtypes are
     not those that were saved: an older one would not fit either.  CheckpointMissingError where
@@ -95,21 +97,27 @@ def resume(
                 "run under another name.",
             )
         manifest = Manifest.from_bytes(chosen.encode("ascii"))
-        loaded, reasons = _load(store.path(manifest.name), manifest, state, ranks, patience)
-        if loaded is not None:
-            return loaded
+        reasons: list[_Reason] = []
+        for wait_s in (0.0, *pauses):
+            time.sleep(wait_s)  # every rank knows the same reasons, and waits as long
+            loaded, reasons = _load(store.path(manifest.name), manifest, state, ranks, patience)
+            if loaded is not None:
+                return loaded
+            if not all(passing for _, passing in reasons):
+                break
         if ranks.rank == 0:
-            on_reject(manifest.name, "; ".join(sorted(set(reasons))[:5]))
+            on_reject(manifest.name, "; ".join(sorted({text for text, _ in reasons})[:5]))
 
 
 def _load(
     directory: Path, manifest: Manifest, state: TrainingState, ranks: Ranks, patience: float
-) -> tuple[LoadedState | None, list[str]]:
+) -> tuple[LoadedState | None, list[_Reason]]:
     """What was loaded, or why this checkpoint can't be used."""
     doing = f"Loading {manifest.name}"
     target: LoadTarget | None = None
     reader: ShardReader | None = None
-    reason, error = "", None
+    reason: _Reason = ("", False)
+    error: Exception | None = None
     try:
         waits = patience if ranks.rank else 0.0  # rank 0 has seen the manifest and all sizes
         index = read_index(directory, manifest, waits)
@@ -119,7 +127,7 @@ def _load(
         reason = _why(caught, ranks)
     except Exception as caught:
         error = caught
-    reasons = ranks.agree(error, reason, _told, doing=doing)
+    reasons = _reasons(ranks.agree(error, list(reason), _told, doing=doing))
     if reasons or target is None or reader is None:
         return None, reasons
     try:
@@ -128,7 +136,7 @@ def _load(
         reason = _why(caught, ranks)
     except Exception as caught:
         error = caught
-    reasons = ranks.agree(error, reason, _told, doing=doing)
+    reasons = _reasons(ranks.agree(error, list(reason), _told, doing=doing))
     if reasons:
         return None, reasons
     try:
@@ -146,14 +154,24 @@ def _load(
     return loaded, []
 
 
+#: Why a rank can't use a checkpoint, and whether that may pass.
+_Reason: TypeAlias = tuple[str, bool]
+_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
 def _told(reasons: Any) -> Any:
-    return [reason for reason in reasons if reason]
+    return [reason for reason in reasons if reason[0]]
 
 
-def _why(error: Exception, ranks: Ranks) -> str:
+def _reasons(told: Any) -> list[_Reason]:
+    return [(str(text), bool(passing)) for text, passing in told]
+
+
+def _why(error: Exception, ranks: Ranks) -> _Reason:
     if isinstance(error, CheckpointRejectedError):
-        return error.reason
-    return f"rank {ranks.rank} can't read it: {error}"
+        return error.reason, False
+    passing = isinstance(error, OSError) and not isinstance(error, _FINAL)
+    return f"rank {ranks.rank} can't read it: {error}", passing
 
 
 def _next_candidate(

@@ -526,6 +526,39 @@ def test_a_node_that_sees_the_files_late_waits(tmp_path, monkeypatch, which):
     assert first[0] == second[0] == 1.0 and "rank 1" in first[1][0]
 
 
+@pytest.mark.parametrize(("times", "value"), [(2, 2.0), (10**6, 1.0)])
+def test_a_rank_that_cannot_read_for_a_moment_costs_no_checkpoint(
+    tmp_path, monkeypatch, times, value
+):
+    """A stale handle, no descriptor left: that is no damage, and the next try may succeed."""
+    directory = tmp_path / "checkpoints"
+
+    def body(rank):
+        left = times if rank == 1 else 0
+        real = os.open
+
+        def stale(path, *args, **options):
+            nonlocal left
+            if left and "step-00000002" in str(path) and str(path).endswith(".data"):
+                left -= 1
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(os, "open", stale)
+        target, rejected = Value(-1.0), []
+        resume_newest(
+            CheckpointStore(directory, "run"), target.state(rank), group=dist.group.WORLD,
+            pauses=(0.01, 0.02), on_reject=lambda name, why: rejected.append(why),
+        )  # fmt: skip
+        return target.read(), rejected
+
+    run_ranks(2, lambda rank: [save(directory, value, rank).name for value in (1.0, 2.0)])
+    first, second = run_ranks(2, body)
+    assert first[0] == second[0] == value
+    assert len(first[1]) == (0 if value == 2.0 else 1)
+    assert all("Stale" in why for why in first[1])
+
+
 def test_a_rank_on_another_file_system_fails_the_save(tmp_path):
     """The run directory is not shared: rank 1 writes into a directory that rank 0 can't see."""
 
