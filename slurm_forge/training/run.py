@@ -14,14 +14,13 @@ from slurm_forge.control import Member, Request, RequestKind
 from slurm_forge.control import protocol as p
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import Resumed, StepSkipped
+from slurm_forge.journal.events import Resumed
 from slurm_forge.training import rng
 from slurm_forge.training.batches import Batch, BatchSource
 from slurm_forge.training.boundary import DATA_POLL, Boundaries, RunStopped
-from slurm_forge.training.buffers import BufferSnapshot
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.hooks import Hooks
-from slurm_forge.training.loss import BatchLoss, Loss
+from slurm_forge.training.loss import Loss
 from slurm_forge.training.order import SampleOrder
 from slurm_forge.training.probe import Probe
 from slurm_forge.training.process_group import Groups
@@ -32,6 +31,7 @@ from slurm_forge.training.saver import Saver
 from slurm_forge.training.saves import Saves
 from slurm_forge.training.skips import Skips
 from slurm_forge.training.step import Step
+from slurm_forge.training.stepping import Stepping
 from slurm_forge.training.telling import Telling
 from slurm_forge.training.trail import LossTrail
 from slurm_forge.training.until import Epochs, Steps
@@ -98,9 +98,17 @@ class Run:
             let_land=self._saver.let_land,
             late=device.type == "cuda",
         )
-        self._restored = self._resumed = self._stepped = False
-        self._snapshot: BufferSnapshot | None = None
-        self._global_batch = 0
+        self._restored = self._resumed = False
+        self._stepping = Stepping(
+            registry=self._registry,
+            progress=self._progress,
+            skips=self._skips,
+            trail=self._trail,
+            member=member,
+            device=device,
+            world_size=self.world_size,
+            lr_scale=context.brief.plan.lr_scale,
+        )
         self._until: int | None = None
         self._micro_batch = 0
         self._saves = Saves(
@@ -216,7 +224,7 @@ class Run:
         share = order.share(self.world_size)
         asked = micro_batch_size or share
         self._micro_batch = min(asked, self.recovery.micro_batch or asked, share)
-        self._global_batch = global_batch_size
+        self._stepping.global_batch = global_batch_size
         self._until = total = until.steps(len(dataset), global_batch_size)
         self.restore()
         require_same(
@@ -260,26 +268,11 @@ class Run:
         """One optimizer step by hand; ``train_step`` is sugar for exactly this."""
         self.restore()
         self._boundary()
-        for optimizer in self._registry.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
-        if self._snapshot is None:
-            self._snapshot = BufferSnapshot(self._registry.models.values())
-        else:
-            self._snapshot.take()
-        self._member.begin(self._progress.step + 1)
-        step = Step(
-            batch,
-            registry=self._registry,
-            loss=BatchLoss(
-                global_batch=self._global_batch or batch.size * self.world_size,
-                ranks=self.world_size,
-                device=self.device,
-            ),
-            lr_scale=self.recovery.lr_scale(self._progress.step),
-            snapshot=self._snapshot,
-        )
+        step = self._stepping.begin(batch)
         yield step
-        self._end_of_step(step)
+        if self._stepping.end(step):
+            self._hooks.call("on_step_end", step=self._progress.step)
+            self._telling.write()
 
     def train_step(
         self,
@@ -339,7 +332,7 @@ class Run:
     def _boundary(self) -> None:
         if not self._boundaries.boundary(self._progress.step):
             return
-        self._saves.boundary(stepped=self._stepped)
+        self._saves.boundary(stepped=self._stepping.stepped)
 
     def _act(self, request: Request) -> None:
         match request.kind:
@@ -362,32 +355,6 @@ class Run:
         self._hooks.call("on_stop", step=step)
         name = None if last is None else str(last)
         self._member.send(p.Stopped(step=step, checkpoint=name))
-
-    def _end_of_step(self, step: Step) -> None:
-        if not step.applied:
-            return  # the program only measured something: nothing was asked to be applied
-        progress = self._progress
-        first = progress.consumed
-        progress.step += 1
-        self._stepped = True
-        progress.consumed += self._global_batch or step.batch.size * self.world_size
-        for scheduler in self._registry.schedulers:
-            scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
-        unprotected = step.end()
-        if step.has_loss:
-            self._trail.note(step.mean_loss())
-        self._skips.taken(
-            step.applied,
-            StepSkipped(
-                step=progress.step,
-                first_sample=first,
-                samples=progress.consumed - first,
-                consecutive=0,
-            ),
-            unprotected,
-        )
-        self._hooks.call("on_step_end", step=progress.step)
-        self._telling.write()
 
     # -- for the worker ----------------------------------------------------------------------
 
