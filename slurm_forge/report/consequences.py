@@ -47,7 +47,9 @@ def saves(launch: s.LaunchStory) -> str:
     mean = sum(c.save_s for c in launch.checkpoints) / len(launch.checkpoints)
     last = launch.checkpoints[-1]
     count = t.plural(len(launch.checkpoints), "checkpoint")
-    return f"{count}, the last at step {t.number(last.step)}, {t.span(mean)} each"
+    suspect = sum(bool(c.findings) for c in launch.checkpoints)
+    doubt = f", {t.number(suspect)} of them suspect" if suspect else ""
+    return f"{count}, the last at step {t.number(last.step)}, {t.span(mean)} each{doubt}"
 
 
 def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:

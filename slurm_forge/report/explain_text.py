@@ -219,7 +219,9 @@ class _Teller:
             yield agreed, f"all ranks agreed to stop at step {t.number(launch.stop_step)} {within}"
         for saved in launch.checkpoints:
             name, why = t.clean(saved.name, 80), t.clean(saved.reason, 60)
-            yield saved.time, f"saved {name} in {t.span(saved.save_s)} ({why})"
+            found = t.clean("; ".join(saved.findings), self._limit)
+            doubt = f"; suspect: {found}" if found else ""
+            yield saved.time, f"saved {name} in {t.span(saved.save_s)} ({why}){doubt}"
 
     def _end(self, launch: s.LaunchStory, *, over: bool) -> Iterator[str]:
         summary = saves(launch)

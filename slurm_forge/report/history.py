@@ -316,6 +316,7 @@ def _checkpoint(event: ev.CheckpointCommitted, time: float) -> s.CheckpointStory
         reason=event.reason,
         save_s=event.seconds,
         size=event.size,
+        findings=event.findings,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from slurm_forge.launch.timing import lead_time
+from slurm_forge.recovery.interval import FIRST
 from slurm_forge.report.text import clean
 from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
 from slurm_forge.spec import JobSpec
@@ -129,6 +130,8 @@ def _interval(job: JobSpec) -> str:
     parts = []
     if job.checkpoint.every is not None:
         parts.append(f"every {_words(job.checkpoint.every)}")
+    if job.checkpoint.automatic:
+        parts.append(f"every {_words(FIRST)} (later as often as it pays)")
     if job.checkpoint.every_steps is not None:
         count = job.checkpoint.every_steps
         parts.append("every step" if count == 1 else f"every {count} steps")

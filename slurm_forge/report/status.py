@@ -13,18 +13,26 @@ from slurm_forge.report.standing import standing, warnings_of
 from slurm_forge.report.story import CheckpointStory, LoggedFigure
 from slurm_forge.report.text import clean
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["LastCheckpoint", "PlanInForce", "Status", "take_status"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastCheckpoint:
-    """The newest commit; ``age_s`` is how much time would be lost by a stop right now."""
+    """The newest commit; ``age_s`` is how much time would be lost by a stop right now.
+
+    ``trust`` is written, verified, good or suspect, ``why`` on what grounds; ``good_step`` is that
+    of the newest one known to be good.
+    """
 
     name: str
     step: int
     time: float
     age_s: float
+    trust: str
+    why: str
+    good_step: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +104,7 @@ def take_status(facts: RunFacts) -> Status:
         total_steps=facts.total_steps,
         last_seen=last_seen,
         last_seen_age_s=None if last_seen is None else max(0.0, facts.now - last_seen),
-        checkpoint=_last_checkpoint(history, facts.now),
+        checkpoint=_last_checkpoint(history, state, facts.now),
         plan=None if now.status is RunStatus.FINISHED else _plan(state.plan, step or 0),
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
@@ -106,7 +114,7 @@ def take_status(facts: RunFacts) -> Status:
     )
 
 
-def _last_checkpoint(history: History, now: float) -> LastCheckpoint | None:
+def _last_checkpoint(history: History, state: RunState, now: float) -> LastCheckpoint | None:
     found: list[CheckpointStory] = [
         saved
         for attempt in history.attempts
@@ -116,8 +124,16 @@ def _last_checkpoint(history: History, now: float) -> LastCheckpoint | None:
     if not found:
         return None
     last = found[-1]
+    known = next((each for each in state.known if str(each.name) == last.name), None)
+    good = [each.name.step for each in state.known if each.trust is Trust.GOOD]
     return LastCheckpoint(
-        name=last.name, step=last.step, time=last.time, age_s=max(0.0, now - last.time)
+        name=last.name,
+        step=last.step,
+        time=last.time,
+        age_s=max(0.0, now - last.time),
+        trust=(Trust.WRITTEN if known is None else known.trust).value,
+        why="" if known is None else known.why,
+        good_step=max(good, default=None),
     )
 
 

@@ -10,6 +10,7 @@ from slurm_forge.report.changes import back_to_schedule
 from slurm_forge.report.status import PlanInForce, Status
 from slurm_forge.report.story import LoggedFigure
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["figures", "status_text"]
 
@@ -83,7 +84,10 @@ def _checkpoint(status: Status, zone: tzinfo | None) -> str:
     if last is None:
         return "none yet"
     when = f"{t.span(last.age_s)} ago ({t.clock(last.time, zone)})"
-    return f"step {t.number(last.step)}, {when}   {t.clean(last.name, 80)}"
+    trust = f", suspect ({t.clean(last.why, 160)})" if last.trust == Trust.SUSPECT.value else ""
+    if last.trust != Trust.GOOD.value and last.good_step is not None:
+        trust += f", good up to step {t.number(last.good_step)}"
+    return f"step {t.number(last.step)}, {when}{trust}   {t.clean(last.name, 80)}"
 
 
 def _plan(plan: PlanInForce, total_steps: int | None) -> str:

@@ -93,7 +93,10 @@ class ResumeStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStory:
-    """A checkpoint that was committed at ``time``, ``save_s`` after its save began."""
+    """A checkpoint that was committed at ``time``, ``save_s`` after its save began.
+
+    ``findings`` say what was not healthy in it.
+    """
 
     time: float
     name: str
@@ -101,6 +104,7 @@ class CheckpointStory:
     reason: str
     save_s: float
     size: int
+    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

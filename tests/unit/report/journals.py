@@ -11,6 +11,7 @@ from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 #: 2026-08-11 09:00:00 UTC, a Tuesday.
 TUESDAY = 1786438800.0
@@ -97,7 +98,14 @@ class Scribe:
         for step in range(first, last + 1):
             self.later(seconds).write("rank0", ev.Progress(step=step, consumed=step * 32))
 
-    def save(self, step: int, *, reason: str = "every_minutes", seconds: float = 0.3) -> None:
+    def save(
+        self,
+        step: int,
+        *,
+        reason: str = "every_minutes",
+        seconds: float = 0.3,
+        findings: tuple[str, ...] = (),
+    ) -> None:
         self.later(seconds).write(
             "rank0",
             ev.CheckpointCommitted(
@@ -106,8 +114,14 @@ class Scribe:
                 reason=reason,
                 seconds=seconds,
                 size=10**9,
+                findings=findings,
             ),
         )
+
+    def judge(self, step: int, trust: Trust, reason: str = "") -> None:
+        """What rank 0 thinks of the checkpoint of this launch at that step."""
+        name = f"step-{step:08d}.a{self.attempt}.l{self.launch}-00000000"
+        self.write("rank0", ev.CheckpointJudged(name=name, trust=trust, reason=reason))
 
     def skip(self, step: int, *, count: int = 1) -> None:
         for each in range(count):

@@ -61,7 +61,9 @@ def test_the_keys_of_status(tmp_path: Path) -> None:
     (logged,) = body["logged"]
     assert {"name": "loss", "value": 2.5, "step": 20}.items() <= logged.items()
     assert list(logged) == ["name", "value", "step", "time"]
-    assert list(body["checkpoint"]) == ["name", "step", "time", "age_s"]
+    assert list(body["checkpoint"]) == [
+        "name", "step", "time", "age_s", "trust", "why", "good_step"
+    ]  # fmt: skip
     assert " ".join(body["plan"]) == (
         "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes"
     )

@@ -32,7 +32,8 @@ def test_a_partition_that_cancels() -> None:
         ({"mode": "REQUEUE"}, "are requeued after a notice of unknown length;"),
         (
             {"mode": "REQUEUE", "grace": "0s"},
-            "requeued without notice (only what was saved stays: checkpoint every 10 min)",
+            "requeued without notice (only what was saved stays: checkpoint every 10 min (later as "
+            "often as it pays))",
         ),
         ({"mode": "SUSPEND"}, "are suspended and go on later"),
         ({}, "nobody has said what happens to preempted jobs"),
@@ -50,7 +51,8 @@ def test_time_limit_lead_and_checkpoints() -> None:
     text = told({}, {"time": "00:30:00"}, checkpoint={"every_steps": 50, "keep_last": 2})
     assert (
         "the last save begins 120 s before the time limit of 30 min, and the run goes on beyond "
-        "it in another attempt; checkpoint every 10 min and every 50 steps, the newest 2 kept."
+        "it in another attempt; checkpoint every 10 min (later as often as it pays) and every "
+        "50 steps, the newest 2 kept."
     ) in text
 
 

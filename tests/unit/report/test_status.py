@@ -14,6 +14,7 @@ from slurm_forge.report.status_text import status_text
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 from tests.unit.report.journals import Scribe
 
 
@@ -49,6 +50,19 @@ def test_a_run_in_training(scribe: Scribe) -> None:
         "last heard": "4.0 s ago",
         "next": "nothing to do; to watch it: slurm-forge status tiny-gpt --follow",
     }
+
+
+def test_how_far_the_last_checkpoint_is_trusted(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.begin()
+    scribe.resume(0)
+    scribe.save(50)
+    assert "good" not in screen(scribe.facts())["checkpoint"]
+    scribe.judge(50, Trust.GOOD, "20 healthy steps followed")
+    scribe.save(100, findings=("NaN in models/model/head.weight",))
+    shown = screen(scribe.facts())["checkpoint"]
+    assert "step 100" in shown
+    assert "suspect (NaN in models/model/head.weight), good up to step 50" in shown
 
 
 def test_a_run_that_was_never_started(scribe: Scribe) -> None:
