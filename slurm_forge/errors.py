@@ -19,6 +19,7 @@ __all__ = [
     "ControlChannelError",
     "FencedError",
     "ForgeError",
+    "MismatchError",
     "RanksLostError",
     "RunDirectoryError",
     "SlurmCommandError",
@@ -138,6 +139,10 @@ class RanksLostError(CheckpointError):
 
 class CheckpointMissingError(CheckpointError):
     """The history says that a checkpoint existed, and none can be used: we do not start over."""
+
+
+class MismatchError(CheckpointError):
+    """What a run is resumed with is not what its checkpoint was written with."""
 
 
 class UnsupportedError(ForgeError):

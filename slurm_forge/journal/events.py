@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointJudged",
     "CheckpointMeasured",
     "CheckpointRejected",
+    "CheckpointWitnessed",
     "CheckpointsPruned",
     "DecisionTaken",
     "Event",
@@ -37,6 +38,7 @@ __all__ = [
     "RequeueDone",
     "RequeueFailed",
     "RequeueIntended",
+    "ResumeCompared",
     "Resumed",
     "StepSkipped",
     "StopAgreed",
@@ -174,6 +176,25 @@ class CheckpointMeasured:
     metric: str
     value: float
     kind: Literal["checkpoint_measured"] = "checkpoint_measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWitnessed:
+    """The loss of the first micro-batch behind a checkpoint: a resume has to compute the same."""
+
+    name: str
+    loss: float
+    kind: Literal["checkpoint_witnessed"] = "checkpoint_witnessed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeCompared:
+    """How a launch differs from what its checkpoint was written with; ``refused``: it was held."""
+
+    checkpoint: str
+    differences: tuple[str, ...]
+    refused: bool = False
+    kind: Literal["resume_compared"] = "resume_compared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +348,8 @@ Event = Annotated[
     | CheckpointRejected
     | CheckpointJudged
     | CheckpointMeasured
+    | CheckpointWitnessed
+    | ResumeCompared
     | CheckpointsPruned
     | StepSkipped
     | NoticeSeen

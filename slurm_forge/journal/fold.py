@@ -15,6 +15,7 @@ from slurm_forge.journal.known import (
     judged,
     measured,
     pruned,
+    witnessed,
 )
 from slurm_forge.journal.state import AttemptState, BudgetUse, LaunchState, RunState, RunStatus
 from slurm_forge.store.identity import CheckpointName
@@ -166,6 +167,10 @@ def _step(state: RunState, record: Record) -> RunState:
         case ev.CheckpointMeasured():
             name = _name(event.name)
             known = state.known if name is None else measured(state.known, name, event.value)
+            return replace(state, known=known)
+        case ev.CheckpointWitnessed():
+            name = _name(event.name)
+            known = state.known if name is None else witnessed(state.known, name, event.loss)
             return replace(state, known=known)
         case ev.CheckpointsPruned():
             gone = {name for text in event.names if (name := _name(text)) is not None}

@@ -20,6 +20,7 @@ __all__ = [
     "measured",
     "newest_usable",
     "pruned",
+    "witnessed",
 ]
 
 #: Causes after which what was written last is not believed: its numbers may be bad already.
@@ -42,6 +43,8 @@ class KnownCheckpoint:
     seconds: float = 0.0
     blocked_s: float = 0.0
     metric: float | None = None
+    #: The loss of the first micro-batch behind it.
+    witness: float | None = None
     by_person: bool = False
 
 
@@ -59,6 +62,7 @@ def committed(known: Known, found: KnownCheckpoint) -> Known:
             why=earlier.why,
             by_person=earlier.by_person,
             metric=earlier.metric,
+            witness=earlier.witness,
         )
     return (*(k for k in known if k.name != found.name), found)
 
@@ -82,6 +86,11 @@ def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_per
 def measured(known: Known, name: CheckpointName, value: float) -> Known:
     """The metric that the job keeps the best one by."""
     return _where(known, {name}, lambda each: replace(each, metric=value))
+
+
+def witnessed(known: Known, name: CheckpointName, loss: float) -> Known:
+    """The loss of the first micro-batch behind it."""
+    return _where(known, {name}, lambda each: replace(each, witness=loss))
 
 
 def pruned(known: Known, names: Collection[CheckpointName]) -> Known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slurm_forge.spec.environment import EnvironmentSpec, Policy
 from slurm_forge.spec.job import BestMode, CheckpointSpec, JobSpec, KeepBest, ProbeSpec
 from slurm_forge.spec.loading import (
     from_yaml,
@@ -18,10 +19,12 @@ from slurm_forge.spec.types import GpuRequest
 __all__ = [
     "BestMode",
     "CheckpointSpec",
+    "EnvironmentSpec",
     "GpuRequest",
     "JobSpec",
     "KeepBest",
     "Ladder",
+    "Policy",
     "ProbeSpec",
     "Recovery",
     "Resources",

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurm_forge.documents import wrong_key
+from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.types import (
@@ -171,7 +172,7 @@ class JobSpec(Section):
 
     known_as: ClassVar[Mapping[str, str]] = {
         "job_name": "name", "script": "command", "cmd": "command", "run": "command",
-        "target": "entry", "function": "entry", "module": "entry", "environment": "env",
+        "target": "entry", "function": "entry", "module": "entry",
         "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
         "before": "setup", "init": "setup",
         **{key: f"resources.{key}" for key in Resources.model_fields},
@@ -207,6 +208,10 @@ class JobSpec(Section):
     probe: ProbeSpec = Field(
         default_factory=ProbeSpec,
         description="Whether and how often all ranks are asked to answer.",
+    )
+    environment: EnvironmentSpec = Field(
+        default_factory=EnvironmentSpec,
+        description="What is done at a resume where something is not as it was.",
     )
     seed: int = Field(
         default=0, strict=True, ge=0, lt=2**63, description="Seed of sample order and randomness."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from slurm_forge.control.brief import LaunchBrief
 from slurm_forge.run_directory import Fence, RunDirectory
@@ -22,6 +24,9 @@ class RankContext:
     brief: LaunchBrief
     directory: RunDirectory
     spec: JobSpec
+    #: Where the job was submitted from, and the environment that this rank was started with.
+    folder: Path = Path()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fence(self) -> Fence:

@@ -20,6 +20,7 @@ from slurm_forge.journal.events import (
     CheckpointMeasured,
     CheckpointRejected,
     CheckpointsPruned,
+    CheckpointWitnessed,
     Event,
     Note,
 )
@@ -37,6 +38,7 @@ _TRUSTED = 2
 #: Disks have bad days: a save is expected to take so many times what the last ones took.
 _CAUTION = 1.5
 _REMEMBERED = 3
+_OTHERWISE = "training went on otherwise"
 
 
 class Keeping:
@@ -183,6 +185,35 @@ class Keeping:
             for name in there:
                 self._measure(name)
             return not there
+
+    def witnessed(self, step: int, loss: float) -> None:
+        """The first micro-batch behind what this launch saved at that step had this loss."""
+        with self._lock:
+            for name in [each.name for each in self._known if self._is_mine(each.name, step)]:
+                self._known = k.witnessed(self._known, name, loss)
+                self._write(CheckpointWitnessed(name=str(name), loss=loss))
+
+    def witness_of(self, name: CheckpointName) -> float | None:
+        """The loss of the first micro-batch behind a checkpoint, where it was computed once."""
+        known = self._find(name)
+        return None if known is None else known.witness
+
+    def doubt(self, why: str) -> bool:
+        """What was resumed from does not lead on to where it was written: it is suspect now.
+
+        False, and nothing is done, where that was said of another one before: then it is not the
+        checkpoint that is wrong.
+        """
+        with self._lock:
+            name = self._resumed_from
+            if name is None or any(_OTHERWISE in each.why for each in self._known):
+                return False
+            self._judge(name, Trust.SUSPECT, f"{_OTHERWISE}: {why}", None)
+            return True
+
+    def say(self, text: str) -> None:
+        """Something worth telling."""
+        self._write(Note(text=text))
 
     def _measure(self, name: CheckpointName) -> None:
         """Note the metric of a checkpoint of the step that was evaluated last."""

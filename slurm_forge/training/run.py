@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,25 +16,18 @@ from slurm_forge.control import protocol as p
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Resumed
+from slurm_forge.recovery.fingerprint import sampling_facts
 from slurm_forge.training import rng
+from slurm_forge.training.assembly import assemble
 from slurm_forge.training.batches import Batch, BatchSource
-from slurm_forge.training.boundary import DATA_POLL, Boundaries, RunStopped
+from slurm_forge.training.boundary import DATA_POLL, RunStopped
 from slurm_forge.training.context import RankContext
-from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.data_version import DataVersion
 from slurm_forge.training.loss import Loss
 from slurm_forge.training.order import SampleOrder
-from slurm_forge.training.probe import Probe
 from slurm_forge.training.process_group import Groups
-from slurm_forge.training.progress import Progress
-from slurm_forge.training.registry import Registry
 from slurm_forge.training.sameness import require_same
-from slurm_forge.training.saver import Saver
-from slurm_forge.training.saves import Saves
-from slurm_forge.training.skips import Skips
 from slurm_forge.training.step import Step
-from slurm_forge.training.stepping import Stepping
-from slurm_forge.training.telling import Telling
-from slurm_forge.training.trail import LossTrail
 from slurm_forge.training.until import Epochs, Steps
 from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -74,65 +68,16 @@ class Run:
         self._member = member
         self._journal = journal
         self._timings = timings
-        self._registry = Registry()
-        self._hooks = Hooks(context.rank)
-        self._progress = Progress()
-        self._trail = LossTrail(device)
-        self._saver = Saver(
-            context,
-            group=groups.cpu,
-            background=groups.saving,
-            journal=journal,
-            member=member,
-            trail=self._trail,
+        parts = assemble(
+            context, device=device, groups=groups, member=member, journal=journal, act=self._act
         )
-        self._boundaries = Boundaries(member, self._act)
-        self._skips = Skips(
-            context,
-            progress=self._progress,
-            registry=self._registry,
-            hooks=self._hooks,
-            journal=journal,
-            member=member,
-            group=groups.cpu,
-            let_land=self._saver.let_land,
-            late=device.type == "cuda",
-        )
+        self._registry, self._hooks, self._progress = parts.registry, parts.hooks, parts.progress
+        self._comparing, self._saver, self._saves = parts.comparing, parts.saver, parts.saves
+        self._first_steps, self._stepping = parts.first_steps, parts.stepping
+        self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
         self._restored = self._resumed = False
-        self._stepping = Stepping(
-            registry=self._registry,
-            progress=self._progress,
-            skips=self._skips,
-            trail=self._trail,
-            member=member,
-            device=device,
-            world_size=self.world_size,
-            lr_scale=context.brief.plan.lr_scale,
-        )
         self._until: int | None = None
         self._micro_batch = 0
-        self._saves = Saves(
-            self._saver,
-            context.spec.checkpoint,
-            registry=self._registry,
-            progress=self._progress,
-            skips=self._skips,
-            hooks=self._hooks,
-            boundaries=self._boundaries,
-        )
-        self._telling = Telling(journal, self._progress)
-        self._probe = (
-            None
-            if groups.probe is None
-            else Probe(
-                member=member,
-                group=groups.probe,
-                device=device,
-                rank=self.rank,
-                world_size=self.world_size,
-                deadline=context.spec.probe.deadline,
-            )
-        )
 
     # -- what the program says ---------------------------------------------------------------
 
@@ -150,6 +95,32 @@ class Run:
     def step_number(self) -> int:
         """Optimizer steps done, skipped ones included."""
         return self._progress.step
+
+    @property
+    def restored(self) -> bool:
+        """Whether the checkpoint has been loaded, if there is one: ``step_number`` counts."""
+        return self._restored
+
+    def data(
+        self,
+        name: str,
+        *,
+        files: Sequence[str | os.PathLike[str]] = (),
+        version: str | None = None,
+        contents: bool = False,
+    ) -> None:
+        """Say what is trained on, so that a resume notices when it is not the same any more.
+
+        Files and folders by name, size and time, with ``contents`` by what is in them; or a
+        ``version`` that you give.  Before ``run.batches`` or ``run.restore``.
+        """
+        if self._restored:
+            raise UnsupportedError(
+                "run.data() after training has begun: nothing was compared with it",
+                next_step="Call it before run.batches() or run.restore().",
+            )
+        if self.rank == 0:
+            self._comparing.data(name, DataVersion.of(files, version=version, contents=contents))
 
     @property
     def recovery(self) -> RecoveryPlan:
@@ -200,6 +171,10 @@ class Run:
                 )
             )
         if name is not None:
+            keeping = self._saver.keeping
+            if self._first_steps is not None and keeping is not None:
+                expected = keeping.witness_of(name) if exact else None
+                self._first_steps.resumed(self._progress.step, expected=expected)
             self._hooks.call("on_resume", step=self._progress.step)
         self._hooks.call("on_train_begin", step=self._progress.step)
         self._resumed = name is not None
@@ -225,6 +200,11 @@ class Run:
         asked = micro_batch_size or share
         self._micro_batch = min(asked, self.recovery.micro_batch or asked, share)
         self._stepping.global_batch = global_batch_size
+        self._comparing.know(
+            sampling_facts(
+                seed=self._context.spec.seed, global_batch=global_batch_size, samples=len(dataset)
+            )
+        )
         self._until = total = until.steps(len(dataset), global_batch_size)
         self.restore()
         require_same(
@@ -272,7 +252,8 @@ class Run:
         yield step
         if self._stepping.end(step):
             self._hooks.call("on_step_end", step=self._progress.step)
-            self._telling.write()
+            if self._telling.write() and self._first_steps is not None:
+                self._first_steps.look()
 
     def train_step(
         self,
@@ -381,6 +362,8 @@ class Run:
         # Nobody leaves the channel while another may still have to be told where everybody is.
         Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
         self._telling.write(now=True)
+        if self._first_steps is not None:
+            self._first_steps.look()
         self._hooks.call("on_train_end", step=step)
         self._member.send(p.Finished(step=step))
         return step

@@ -29,6 +29,7 @@ from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
+from slurm_forge.training.comparing import Comparing
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.keeping import Keeping
 from slurm_forge.training.progress import Progress
@@ -54,8 +55,10 @@ class Saver:
         journal: JournalWriter | None,
         member: Member,
         trail: LossTrail,
+        comparing: Comparing,
     ) -> None:
         self._context = context
+        self._comparing = comparing
         self._group = group
         self._trail = trail
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
@@ -122,6 +125,7 @@ class Saver:
                 background=not wait,
                 after=after,
                 permit=self._permit,
+                about=self._comparing.about(),
                 doubts=doubts,
             )
         except RanksLostError:
@@ -216,13 +220,19 @@ class Saver:
         """
         if self.keeping is not None:
             self.keeping.recall(fold(read_journal(self._context.directory, thin=True)[0]))
-        loaded = resume(
-            self._store,
-            self._state(registry, progress, random),
-            group=self._group,
-            on_reject=self._rejected,
-            eligible=None if self.keeping is None else self.keeping.eligible,
-        )
+        self._comparing.look()
+        try:
+            loaded = resume(
+                self._store,
+                self._state(registry, progress, random),
+                group=self._group,
+                on_reject=self._rejected,
+                eligible=None if self.keeping is None else self.keeping.eligible,
+            )
+        except (RanksLostError, CheckpointMissingError):
+            raise
+        except CheckpointError as error:
+            raise self._comparing.misfit(error, self._store) from error
         if loaded is None:
             history = self._context.brief.committed_step
             if history is not None:
@@ -233,6 +243,7 @@ class Saver:
                 )
             return None, True
         manifest = loaded.manifest
+        self._comparing.compare(manifest)
         progress.restore(loaded.extra)
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
         if exact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +34,7 @@ class Saves:
         skips: Skips,
         hooks: Hooks,
         boundaries: Boundaries,
+        begun: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._saver = saver
         self._asked = asked
@@ -42,6 +43,7 @@ class Saves:
         self._skips = skips
         self._hooks = hooks
         self._boundaries = boundaries
+        self._begun = begun
         self._prepared = False
         #: The random state of the training, while a phase goes on with one of its own.
         self.random: dict[str, torch.Tensor] | None = None
@@ -70,6 +72,7 @@ class Saves:
         wait = wait or not self._asked.background
         with self._saving():
             self._tell(self._saver.save(reason, self._registry, self._progress, random, wait=wait))
+        self._begun(self._progress.step)
 
     def evaluated(self, logged: Mapping[str, Any]) -> None:
         """An evaluation is over: where the job keeps the best, a better one is saved.

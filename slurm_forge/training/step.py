@@ -42,6 +42,8 @@ class Step:
         self._lr_scale = lr_scale
         self._snapshot = snapshot
         self._micro: Any = None
+        #: The loss of the first micro-batch, as it was handed over; detached.
+        self.first_loss: torch.Tensor | None = None
 
     def micro_batches(self) -> Iterator[Any]:
         """The micro-batches; gradients are synchronised with the last one only."""
@@ -55,6 +57,9 @@ class Step:
     def backward(self, loss: torch.Tensor | Loss) -> None:
         """Backward of one micro-batch's loss, weighted so that the global batch counts as one."""
         weighted = self._loss.weigh(loss)
+        if self.first_loss is None:
+            mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
+            self.first_loss = mean.detach()
         scaler = self._registry.scaler
         (weighted if scaler is None else scaler.scale(weighted)).backward()
 

@@ -10,6 +10,7 @@ from slurm_forge.control import Member
 from slurm_forge.journal.events import StepSkipped
 from slurm_forge.training.batches import Batch
 from slurm_forge.training.buffers import BufferSnapshot
+from slurm_forge.training.first_steps import FirstSteps
 from slurm_forge.training.loss import BatchLoss
 from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
@@ -34,6 +35,7 @@ class Stepping:
         device: torch.device,
         world_size: int,
         lr_scale: Callable[[int], float],
+        first_steps: FirstSteps | None,
     ) -> None:
         self._registry = registry
         self._progress = progress
@@ -43,6 +45,7 @@ class Stepping:
         self._device = device
         self._world_size = world_size
         self._lr_scale = lr_scale
+        self._first_steps = first_steps
         self._snapshot: BufferSnapshot | None = None
         #: Samples of a step over all ranks; 0 where the program's own batches say it.
         self.global_batch = 0
@@ -83,6 +86,8 @@ class Stepping:
         unprotected = step.end()
         if step.has_loss:
             self._trail.note(step.mean_loss())
+        if self._first_steps is not None:
+            self._first_steps.note(progress.step, step.first_loss)
         self._skips.taken(
             step.applied,
             StepSkipped(

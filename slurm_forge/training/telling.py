@@ -33,10 +33,10 @@ class Telling:
         self._values.update(values)
         self.latest.update(values)
 
-    def write(self, *, now: bool = False) -> None:
-        """Write progress and what was remembered, if it is time or ``now``."""
+    def write(self, *, now: bool = False) -> bool:
+        """Write progress and what was remembered, if it is time or ``now``; whether it was."""
         if self._journal is None or (time.monotonic() < self._next and not now):
-            return
+            return False
         self._next = time.monotonic() + _EVERY_S
         progress = self._progress
         self._journal.write(ProgressSeen(step=progress.step, consumed=progress.consumed))
@@ -45,3 +45,4 @@ class Telling:
         if finite:
             self._journal.write(Logged(step=progress.step, values=finite))
         self._values.clear()
+        return True

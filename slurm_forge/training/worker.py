@@ -30,8 +30,10 @@ from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
     ForgeError,
+    MismatchError,
     RanksLostError,
 )
+from slurm_forge.integrations.trackers import tracker_variables
 from slurm_forge.journal import JournalWriter
 from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.run_directory import RunDirectory
@@ -244,7 +246,20 @@ class _Rank:
             brief=brief,
             directory=self._directory,
             spec=spec,
+            folder=self._file.folder,
+            variables=self._variables,
         )
+        if place.rank == 0:  # trackers are not to be told by several ranks
+            first = (brief.attempt, brief.launch) == (1, 1)
+            os.environ.update(
+                tracker_variables(
+                    name=spec.name,
+                    directory=self._directory.path,
+                    step=brief.committed_step,
+                    first=first,
+                    given=self._variables,
+                )
+            )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
         self._entry = load_entry(spec.entry or "", self._file.folder)
@@ -309,6 +324,8 @@ def _cause(error: BaseException) -> Cause:
         return Cause.CUDA_OOM
     if isinstance(error, CheckpointMissingError):
         return Cause.CHECKPOINT_BAD
+    if isinstance(error, MismatchError):
+        return Cause.ENV_MISMATCH
     if isinstance(error, RanksLostError):
         return Cause.NCCL_ERROR
     if isinstance(error, CheckpointError):

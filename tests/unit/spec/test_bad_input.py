@@ -28,6 +28,9 @@ IN_A_JOB = [
     ("resources: {gpus: 8}", 3, 'resources.gpus: unknown key (did you mean "gpus_per_node"?)'),
     ("checkpoint: {keep: 3}", 3, 'checkpoint.keep: unknown key (did you mean "keep_last"?)'),
     ("checkpoint: {zzz: 3}", 3, "checkpoint.zzz: unknown key (known here: every_steps, every_minutes, background, keep_last, keep_best, keep_every_steps, keep_every_minutes, good_after_steps)"),
+    ("environment: {OMP_NUM_THREADS: 4}", 3, 'environment.OMP_NUM_THREADS: environment variables of the job are written under "env"'),
+    ("environment: {pytorch: warn}", 3, 'environment.pytorch: unknown key (did you mean "torch"?)'),
+    ("environment: {torch: wran}", 3, 'environment.torch: unknown value "wran" (did you mean "warn"?)'),
     ("recovery: {nan: []}", 3, 'recovery.nan: unknown key (did you mean "non_finite"?)'),
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
     # types

@@ -1,0 +1,166 @@
+"""What a run is made of on one rank, put together: every part knows only what it is handed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from slurm_forge.control import Member, Request
+from slurm_forge.control import protocol as p
+from slurm_forge.journal import JournalWriter
+from slurm_forge.training.boundary import Boundaries
+from slurm_forge.training.comparing import Comparing
+from slurm_forge.training.context import RankContext
+from slurm_forge.training.first_steps import FirstSteps
+from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.probe import Probe
+from slurm_forge.training.process_group import Groups
+from slurm_forge.training.progress import Progress
+from slurm_forge.training.registry import Registry
+from slurm_forge.training.saver import Saver
+from slurm_forge.training.saves import Saves
+from slurm_forge.training.skips import LaunchGivenUp, Skips
+from slurm_forge.training.stepping import Stepping
+from slurm_forge.training.telling import Telling
+from slurm_forge.training.trail import LossTrail
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Parts", "assemble"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts that a run calls itself.  ``first_steps`` is None on every rank but the first."""
+
+    registry: Registry
+    hooks: Hooks
+    progress: Progress
+    comparing: Comparing
+    saver: Saver
+    saves: Saves
+    first_steps: FirstSteps | None
+    stepping: Stepping
+    boundaries: Boundaries
+    telling: Telling
+    probe: Probe | None
+
+
+def assemble(
+    context: RankContext,
+    *,
+    device: torch.device,
+    groups: Groups,
+    member: Member,
+    journal: JournalWriter | None,
+    act: Callable[[Request], None],
+) -> Parts:
+    """Make the parts of one rank.  ``act`` is called with what is due at a boundary."""
+    registry, hooks, progress = Registry(), Hooks(context.rank), Progress()
+    trail = LossTrail(device)
+    comparing = Comparing(
+        context.spec,
+        device=device,
+        folder=context.folder,
+        variables=context.variables,
+        registry=registry,
+        group=groups.cpu,
+        journal=journal,
+    )
+    saver = Saver(
+        context,
+        group=groups.cpu,
+        background=groups.saving,
+        journal=journal,
+        member=member,
+        trail=trail,
+        comparing=comparing,
+    )
+    boundaries = Boundaries(member, act)
+    skips = Skips(
+        context,
+        progress=progress,
+        registry=registry,
+        hooks=hooks,
+        journal=journal,
+        member=member,
+        group=groups.cpu,
+        let_land=saver.let_land,
+        late=device.type == "cuda",
+    )
+    first_steps = _first_steps(saver, trail, progress, member, device)
+    stepping = Stepping(
+        registry=registry,
+        progress=progress,
+        skips=skips,
+        trail=trail,
+        member=member,
+        device=device,
+        world_size=context.world_size,
+        lr_scale=context.brief.plan.lr_scale,
+        first_steps=first_steps,
+    )
+    saves = Saves(
+        saver,
+        context.spec.checkpoint,
+        registry=registry,
+        progress=progress,
+        skips=skips,
+        hooks=hooks,
+        boundaries=boundaries,
+        begun=(lambda _: None) if first_steps is None else first_steps.saved,
+    )
+    return Parts(
+        registry=registry,
+        hooks=hooks,
+        progress=progress,
+        comparing=comparing,
+        saver=saver,
+        saves=saves,
+        first_steps=first_steps,
+        stepping=stepping,
+        boundaries=boundaries,
+        telling=Telling(journal, progress),
+        probe=_probe(context, device, groups, member),
+    )
+
+
+def _first_steps(
+    saver: Saver, trail: LossTrail, progress: Progress, member: Member, device: torch.device
+) -> FirstSteps | None:
+    keeping = saver.keeping
+    if keeping is None:
+        return None
+
+    def wrong(text: str) -> None:
+        """Rank 0 alone ends the launch: the others are told by the conductor."""
+        if not keeping.doubt(text):
+            return
+        saver.let_land()
+        member.send(p.Recover(cause=Cause.CHECKPOINT_BAD.value, step=progress.step, text=text))
+        raise LaunchGivenUp
+
+    return FirstSteps(
+        trail,
+        # Under autocast, or with TF32, a float32 loss is no better than bfloat16.
+        exactness="bfloat16" if device.type == "cuda" else "float32",
+        witness=keeping.witnessed,
+        told=keeping.say,
+        wrong=wrong,
+    )
+
+
+def _probe(
+    context: RankContext, device: torch.device, groups: Groups, member: Member
+) -> Probe | None:
+    if groups.probe is None:
+        return None
+    return Probe(
+        member=member,
+        group=groups.probe,
+        device=device,
+        rank=context.rank,
+        world_size=context.world_size,
+        deadline=context.spec.probe.deadline,
+    )

@@ -1,0 +1,321 @@
+"""What a run is trained on, told from the outside: files with sizes and times, or a version.
+
+Enough to notice that data was damaged, swapped or added to between two attempts, and to name where.
+No file is read unless asked for; symbolic links are told by where they point and never followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from slurm_forge.recovery.fingerprint import Fingerprint
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["DataVersion", "Part", "data_facts"]
+
+#: Entries of a manifest's list: files where they are few, else folders.
+_MOST_PARTS = 256
+_MOST_UNREADABLE = 20
+_MOST_LINES = 20
+_READERS = 4
+_CHUNK = 1 << 20
+#: Of a digest: 64 bits find any damage; nobody is meant to forge a data set here.
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file, or all files below a folder: how many, bytes in all, a digest of all but times."""
+
+    files: int
+    size: int
+    digest: str
+
+    def __str__(self) -> str:
+        count = f"{self.files:,}".replace(",", " ")
+        return f"{count} files, {_size(self.size)}" if self.files != 1 else _size(self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataVersion:
+    """One source of data as it was at one time; ``version`` is what the user calls it.
+
+    ``whole`` is over names and sizes, ``contents`` over what is in the files (empty: not read),
+    ``times`` over modification times (empty where contents say more).  ``parts`` are the files by
+    name, or folders (ending in ``/``) where there are more files than can be listed.
+    """
+
+    version: str | None = None
+    whole: Part = Part(0, 0, "")
+    contents: str = ""
+    times: str = ""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    unreadable: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[str | os.PathLike[str]] = (),
+        *,
+        version: str | None = None,
+        contents: bool = False,
+    ) -> DataVersion:
+        """Look at files and folders, every file below included; reads them only for ``contents``.
+
+        Names are relative, so that data staged elsewhere is the same data.  What can't be looked at
+        is named in ``unreadable``.
+        """
+        found, unreadable = _look(files)
+        found.sort(key=lambda each: each.name)
+        if contents:
+            with ThreadPoolExecutor(_READERS) as pool:
+                for each, digest in zip(found, pool.map(_content, found), strict=True):
+                    each.content = digest
+                    if not digest:
+                        unreadable.append(each.name)
+        return cls(
+            version=version,
+            whole=Part(len(found), sum(each.size for each in found), _digest(found, "outside")),
+            contents=_digest(found, "content") if contents else "",
+            times="" if contents else _digest(found, "time"),
+            parts={_text(name): part for name, part in _parts(found).items()},
+            unreadable=tuple(_text(name) for name in sorted(unreadable)[:_MOST_UNREADABLE]),
+        )
+
+    def to_json(self) -> dict[str, Json]:
+        """For the manifest."""
+        return {
+            "version": self.version,
+            "whole": _part_json(self.whole),
+            "times": self.times,
+            "contents": self.contents,
+            "parts": {name: _part_json(part) for name, part in self.parts.items()},
+            "unreadable": list(self.unreadable),
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> DataVersion | None:
+        """What a manifest says; None where that can't be understood."""
+        try:
+            body: Any = value
+            return cls(
+                version=None if body["version"] is None else str(body["version"]),
+                whole=_read_part(body["whole"]),
+                times=str(body["times"]),
+                contents=str(body["contents"]),
+                parts={str(name): _read_part(part) for name, part in body["parts"].items()},
+                unreadable=tuple(str(name) for name in body["unreadable"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+    def differences(self, now: DataVersion) -> tuple[str, ...]:
+        """What changed between this one, the saved, and ``now``; empty if it is the same data.
+
+        Times alone are the last resort: they are told where nothing else differs.
+        """
+        lines = []
+        if self.version != now.version:
+            lines.append(f"version {now.version or 'not given'}, was {self.version or 'not given'}")
+        lines += [f"{n} can't be read now" for n in now.unreadable if n not in self.unreadable]
+        read = bool(self.contents and now.contents)
+        if self.whole != now.whole or (read and self.contents != now.contents):
+            lines += self._changed_parts(now, read) or [f"{now.whole}, was {self.whole}"]
+        elif self.times and now.times and self.times != now.times and not lines:
+            lines.append("files have other modification times, and the same names and sizes")
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more differences"]
+        return tuple(lines)
+
+    def _changed_parts(self, now: DataVersion, read: bool) -> list[str]:
+        both = (self, now)
+        if any(source.whole.files and not source.parts for source in both):
+            return []  # too many to list on one side
+        folders = {name.endswith("/") for source in both for name in source.parts}
+        if len(folders) > 1 or (folders == {True} and not self.parts.keys() & now.parts.keys()):
+            return []  # files and folders, or folders and their parents, can't be compared
+        comparable = read or not (self.contents or now.contents)
+        lines = []
+        for name in sorted({*self.parts, *now.parts}):
+            was, here = self.parts.get(name), now.parts.get(name)
+            if was is None:
+                lines.append(f"{name} is new: {here}")
+            elif here is None:
+                lines.append(f"{name} is gone: {was}")
+            elif (was.files, was.size) != (here.files, here.size):
+                lines.append(f"{name} changed: {was} -> {here}")
+            elif comparable and was.digest != here.digest:
+                lines.append(f"{name} changed, and is {here} as before")
+        return lines
+
+
+def data_facts(sources: Mapping[str, DataVersion]) -> Fingerprint:
+    """Facts for the fingerprint, by the names that the user gave to the sources."""
+    facts: dict[str, str] = {}
+    for name, source in sources.items():
+        said = {
+            "version": source.version,
+            "files": f"{source.whole} ({source.whole.digest})" if source.whole.digest else None,
+            "contents": source.contents,
+            "times": source.times,
+        }
+        facts.update({f"data.{what}.{name}": fact for what, fact in said.items() if fact})
+    return Fingerprint(facts)
+
+
+@dataclass(slots=True)
+class _File:
+    name: str
+    path: str
+    size: int
+    mtime: int
+    #: Where a symbolic link points.
+    link: str = ""
+    #: Digest of the content, where it was read.
+    content: str = ""
+
+    def line(self, what: str) -> bytes:
+        """What a digest is over: "outside" or "content" or "time"."""
+        said = {"outside": f"{self.size}\0{self.link}", "time": str(self.mtime)}
+        text = f"{self.name}\0{said.get(what, self.content)}\n"
+        return text.encode("utf-8", "surrogateescape")
+
+
+def _look(files: Sequence[str | os.PathLike[str]]) -> tuple[list[_File], list[str]]:
+    found: list[_File] = []
+    unreadable: list[str] = []
+    roots = [os.fspath(each) for each in files]
+    for prefix, root in zip(_prefixes(roots), roots, strict=True):
+        try:
+            # What the user names is meant, also where it is a link itself.
+            real = os.path.realpath(root)
+            status = Path(real).stat()
+        except OSError:
+            unreadable.append(prefix.rstrip("/") or root)
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            found.extend(_walk(real, prefix, unreadable))
+        else:
+            name = prefix.rstrip("/") or Path(root).name
+            found.append(_File(name, real, status.st_size, status.st_mtime_ns))
+    return found, unreadable
+
+
+def _prefixes(roots: Sequence[str]) -> Iterator[str]:
+    """What the names below each root begin with: nothing for one alone, else its own name."""
+    if len(roots) == 1:
+        yield ""
+        return
+    seen: dict[str, int] = {}
+    for root in roots:
+        base = Path(root).absolute().name
+        seen[base] = seen.get(base, 0) + 1
+        yield f"{base}/" if seen[base] == 1 else f"{base}~{seen[base]}/"
+
+
+def _walk(root: str, prefix: str, unreadable: list[str]) -> Iterator[_File]:
+    folders = [(root, prefix)]
+    while folders:
+        folder, before = folders.pop()
+        try:
+            with os.scandir(folder) as listed:
+                entries = list(listed)
+        except OSError:
+            unreadable.append(before or "./")
+            continue
+        for entry in entries:
+            name = before + entry.name
+            try:
+                if entry.is_symlink():
+                    yield _File(name, entry.path, 0, 0, _target(Path(entry.path), root))
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, f"{name}/"))
+                elif entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    yield _File(name, entry.path, status.st_size, status.st_mtime_ns)
+            except OSError:
+                unreadable.append(name)
+
+
+def _target(link: Path, root: str) -> str:
+    """Where a link points: from the root of the data where that is inside, else as it says."""
+    said = str(link.readlink())
+    whole = os.path.normpath(link.parent / said)
+    inside = whole.startswith(f"{root}/")
+    return os.path.relpath(whole, root) if inside else said
+
+
+def _content(file: _File) -> str:
+    if file.link:
+        return file.link
+    try:
+        # O_NONBLOCK: a FIFO that took the file's place would otherwise wait for ever.
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb", buffering=0) as opened:
+            digest = xxhash.xxh3_128()
+            while chunk := opened.read(_CHUNK):
+                digest.update(chunk)
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def _digest(files: Sequence[_File], *what: str) -> str:
+    if not files:
+        return ""
+    digest = xxhash.xxh3_128()
+    for each in files:
+        for kind in what:
+            digest.update(each.line(kind))
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _part(files: Sequence[_File]) -> Part:
+    size = sum(each.size for each in files)
+    return Part(len(files), size, _digest(files, "outside", "content"))
+
+
+def _parts(files: Sequence[_File]) -> dict[str, Part]:
+    """At most so many entries: the files, else the deepest folders that are few enough."""
+    if len(files) <= _MOST_PARTS:
+        return {each.name: _part([each]) for each in files}
+    deepest = max(each.name.count("/") for each in files)
+    for depth in range(deepest, 0, -1):
+        folders: dict[str, list[_File]] = {}
+        for each in files:
+            above = each.name.split("/")[:-1][:depth]
+            folders.setdefault("/".join(above) + "/" if above else "./", []).append(each)
+        if len(folders) <= _MOST_PARTS:
+            return {name: _part(inside) for name, inside in sorted(folders.items())}
+    return {}
+
+
+def _part_json(part: Part) -> list[Json]:
+    return [part.files, part.size, part.digest]
+
+
+def _read_part(value: Any) -> Part:
+    files, size, digest = value
+    return Part(int(files), int(size), str(digest))
+
+
+def _text(name: str) -> str:
+    # A file's name may be any bytes; a manifest is text.
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _size(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"
