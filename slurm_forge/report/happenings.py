@@ -49,6 +49,12 @@ def _told(record: Record) -> str | None:
             return f"passed over {t.clean(event.name, 80)}: {t.clean(event.reason, 160)}"
         case ev.CheckpointJudged():
             return f"{t.clean(event.name, 80)} is {event.trust.value}: {t.clean(event.reason, 160)}"
+        case ev.CheckpointMeasured():
+            metric = t.clean(event.metric, 60)
+            return f"{t.clean(event.name, 80)} is the best so far: {metric} {event.value:.6g}"
+        case ev.ResumeCompared():
+            told = "refused" if event.refused else "differs from the checkpoint"
+            return f"{told}: {t.clean('; '.join(event.differences), 300)}"
         case ev.CheckpointsPruned():
             gone = t.plural(len(event.names), "checkpoint")
             return f"deleted {gone} ({t.clean(event.reason, 100)})"

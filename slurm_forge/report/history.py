@@ -92,6 +92,9 @@ class _Attempt:
                 self.comebacks.append(_comeback(event, time))
             case ev.Note():
                 self.notes.append(event.text)
+            case ev.ResumeCompared():
+                said = "not resumed, because" if event.refused else "resumed, and not as it was"
+                self.notes += [f"{said}: {line}" for line in event.differences]
             case _ if record.writer.startswith(_PERSON):
                 pass
             case _:

@@ -69,6 +69,19 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
     )
 
 
+def test_what_a_resume_differed_in_is_told_and_what_it_was_refused_for(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.begin("n01")
+    name = "step-00000100.a1.l1-00000000"
+    for refused, line in ((False, "torch: was 2.9, is 2.10"), (True, "sampling.seed: was 0, is 1")):
+        scribe.write(
+            "rank0", ev.ResumeCompared(checkpoint=name, differences=(line,), refused=refused)
+        )
+    text = told(scribe.facts())
+    assert "note: resumed, and not as it was: torch: was 2.9, is 2.10" in text
+    assert "note: not resumed, because: sampling.seed: was 0, is 1" in text
+
+
 def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:
     preempted_and_finished(scribe)
     story = explain(scribe.facts(after=9999))
