@@ -2,23 +2,23 @@
 
 A pickle is a program.  This one may name a handful of things, all of them plain values of DCP and
 torch; whatever else it names ends the reading before anything ran.  What comes out is checked
-field by field: every shard lies inside a listed file, every tensor is there
-whole, and nothing but tensors is (entries of other kinds would be unpickled without limits).
+field by field: every shard lies inside a listed file and every tensor is there whole.  Entries that
+are no tensors are told by their names and never read: they would be unpickled without limits.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.serialization
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slurm_forge.checkpoint.layout import tiles
+from slurm_forge.checkpoint.restricted import read_restricted
 from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.manifest import plain_name, rejected
 
@@ -39,7 +40,9 @@ METADATA_LIMIT = 2 << 30
 
 def _path(*parts: Any) -> str:
     """What DCP noted of the place: read as a text, and not looked at."""
-    return "/".join(str(part) for part in parts)
+    if not all(type(part) is str for part in parts):
+        raise pickle.UnpicklingError("a path of something else than texts")
+    return "/".join(parts)
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -47,6 +50,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP, "Metadata"): Metadata,
     (_DCP, "MetadataIndex"): MetadataIndex,
     (_DCP, "TensorStorageMetadata"): TensorStorageMetadata,
+    # Every optimizer's options are such entries: without the name, hardly any index could be read.
+    (_DCP, "BytesStorageMetadata"): BytesStorageMetadata,
     (_DCP, "ChunkStorageMetadata"): ChunkStorageMetadata,
     (_DCP, "TensorProperties"): TensorProperties,
     (_DCP, "StorageMeta"): StorageMeta,
@@ -61,20 +66,30 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Reader(pickle.Unpickler):
-    """An unpickler that knows the names in ``_ALLOWED``, torch's dtypes, and nothing else."""
+#: Of these a pickle may fill in instances.
+_VALUES = frozenset(
+    {
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        TensorProperties,
+        StorageMeta,
+        dcp_filesystem._StorageInfo,
+    }
+)
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None and module == "torch":
-            dtype = getattr(torch, name, None) if name.isidentifier() else None
-            found = dtype if isinstance(dtype, torch.dtype) else None
-        if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no business there")
-        return found
 
-    def persistent_load(self, pid: Any, /) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to something outside")
+def _find(module: str, name: str) -> Any:
+    """What is in ``_ALLOWED``, torch's dtypes, and nothing else."""
+    found = _ALLOWED.get((module, name))
+    if found is None and module == "torch":
+        dtype = getattr(torch, name, None) if name.isidentifier() else None
+        found = dtype if isinstance(dtype, torch.dtype) else None
+    if found is None:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no business there")
+    return found
 
 
 def parse_metadata(data: bytes, sizes: Mapping[str, int]) -> Metadata:
@@ -83,7 +98,7 @@ def parse_metadata(data: bytes, sizes: Mapping[str, int]) -> Metadata:
     ``sizes``: bytes of the files beside it.
     """
     try:
-        metadata = _Reader(io.BytesIO(data)).load()
+        metadata = read_restricted(data, find=_find, buildable=_VALUES)
         _check(metadata, sizes)
     except CheckpointRejectedError:
         raise
@@ -96,7 +111,9 @@ def _check(metadata: object, sizes: Mapping[str, int]) -> None:
     if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
         raise rejected(".metadata holds something else than an index")
     tensors = {
-        key: _check_tensor(key, tensor) for key, tensor in metadata.state_dict_metadata.items()
+        key: _check_tensor(key, entry)
+        for key, entry in metadata.state_dict_metadata.items()
+        if not (type(key) is str and type(entry) is BytesStorageMetadata)
     }
     if not _is_flattening(metadata.planner_data) or type(metadata.storage_data) is not dict:
         raise rejected(".metadata has a planner's private data, or no list of shards")

@@ -1,6 +1,7 @@
 """Entry point of ``slurm-forge``.
 
-Exit status: 0 it worked (for ``run``: the run is finished); 1 the run of ``run`` did not finish;
+Exit status: 0 it worked (for ``run``: the run is finished); 1 the run of ``run`` did not finish, or
+``checkpoints verify`` found a damaged one;
 2 it could not be done, or not be understood: nothing was changed but what the message says;
 130 interrupted from the keyboard.
 """
@@ -12,14 +13,14 @@ from typing import Annotated
 
 import typer
 
-from slurm_forge.cli import asking, looking, running, submitting
+from slurm_forge.cli import asking, checkpoints, exporting, looking, running, submitting
 from slurm_forge.cli.failing import ForgeGroup
 
 __all__ = ["app", "main"]
 
 _EPILOG = (
-    "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish, "
-    "2 it could not be done, 130 interrupted."
+    "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish or a "
+    "checkpoint is damaged, 2 it could not be done, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -44,6 +45,8 @@ app.command()(asking.requeue)
 app.command()(asking.reconcile)
 app.command()(asking.stop)
 app.command()(asking.save)
+app.add_typer(checkpoints.app)
+app.command()(exporting.export)
 
 
 def _version(wanted: bool) -> None:

@@ -109,7 +109,8 @@ def refuse_foreign(
 def _read_and_close(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         chunks: list[bytes] = []
-        left = limit + 1
+        # What is larger already is not read at all; what grows meanwhile is found out below.
+        left = limit + 1 if os.fstat(descriptor).st_size <= limit else 0
         while left > 0 and (chunk := file.read(min(left, 1 << 20))):
             chunks.append(chunk)
             left -= len(chunk)

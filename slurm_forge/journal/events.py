@@ -86,7 +86,9 @@ class Resumed:
     """Training begins at ``step``: from ``checkpoint``, or from the start where it is None.
 
     ``until`` is the step at which the program will be through, where that is known.  The seconds
-    say where the time of a start went, counted from the start of rank 0's process.
+    say where the time of a start went, counted from the start of rank 0's process.  ``candidates``
+    are the newest checkpoints that were there: what an older attempt publishes later is another
+    branch.
     """
 
     step: int
@@ -97,6 +99,7 @@ class Resumed:
     interpreter_s: float = 0.0
     rendezvous_s: float = 0.0
     load_s: float = 0.0
+    candidates: tuple[str, ...] = ()
     kind: Literal["resumed"] = "resumed"
 
 

@@ -9,6 +9,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
 from slurm_forge.journal.known import (
     INSTABILITY,
+    Branch,
     KnownCheckpoint,
     after_instability,
     committed,
@@ -154,11 +155,11 @@ def _step(state: RunState, record: Record) -> RunState:
             changed = _in_attempt(
                 state, record, lambda a: replace(a, checkpoints=(*a.checkpoints, (time, event)))
             )
-            return _committed(_now_known(changed, record, event), event.step)
+            return _committed(_branched(_now_known(changed, record, event), record), event.step)
         case ev.CheckpointJudged():
             name = _name(event.name)
             by_person = _by_person(record)
-            if name is None:
+            if name is None or name in state.gone:
                 return state
             return replace(
                 state,
@@ -174,13 +175,13 @@ def _step(state: RunState, record: Record) -> RunState:
             return replace(state, known=known)
         case ev.CheckpointsPruned():
             gone = {name for text in event.names if (name := _name(text)) is not None}
-            return replace(state, known=pruned(state.known, gone))
+            return replace(state, known=pruned(state.known, gone), gone=state.gone | gone)
         case ev.StepSkipped():
             return _in_attempt(state, record, lambda a: replace(a, skipped=(*a.skipped, event)))
         case ev.ProbeMeasured():
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
-            return _in_launch(state, record)
+            return _branched(_in_launch(state, record), record)
         case _:
             return state
 
@@ -233,7 +234,7 @@ def _in_launch(state: RunState, record: Record) -> RunState:
 
 def _now_known(state: RunState, record: Record, event: ev.CheckpointCommitted) -> RunState:
     name = _name(event.name)
-    if name is None:
+    if name is None or name in state.gone:
         return state
     found = KnownCheckpoint(
         name=name,
@@ -245,6 +246,19 @@ def _now_known(state: RunState, record: Record, event: ev.CheckpointCommitted) -
         blocked_s=event.blocked_s,
     )
     return replace(state, known=committed(state.known, found))
+
+
+def _branched(state: RunState, record: Record) -> RunState:
+    """An attempt that has resumed and made progress is a branch of its own."""
+    event, coming = record.event, state.next_branch
+    if isinstance(event, ev.Resumed):
+        names = frozenset(name for text in event.candidates if (name := _name(text)) is not None)
+        return replace(state, next_branch=Branch(record.attempt, event.step, names))
+    step = getattr(event, "step", None)
+    moved = coming is not None and isinstance(step, int) and step > coming.step
+    if coming is None or not moved or record.attempt != coming.attempt:
+        return state
+    return replace(state, branch=coming, next_branch=None)
 
 
 def _doubt(state: RunState, record: Record, incident: Incident) -> RunState:

@@ -12,6 +12,7 @@ from slurm_forge.vocabulary.trust import Trust
 
 __all__ = [
     "INSTABILITY",
+    "Branch",
     "Known",
     "KnownCheckpoint",
     "after_instability",
@@ -48,6 +49,21 @@ class KnownCheckpoint:
     by_person: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where an attempt went on: what was there when it resumed, and the step it began at."""
+
+    attempt: int
+    step: int
+    candidates: frozenset[CheckpointName]
+
+    def excludes(self, name: CheckpointName) -> bool:
+        """Whether an older attempt published ``name`` after this one had gone its own way."""
+        if name.attempt >= self.attempt or name in self.candidates:
+            return False
+        return not self.candidates or name > min(self.candidates)
+
+
 #: By their names as text, in the order in which they became known.
 Known: TypeAlias = "tuple[KnownCheckpoint, ...]"
 
@@ -76,7 +92,9 @@ def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_per
         weaker = trust is Trust.VERIFIED and each.trust in (Trust.GOOD, Trust.SUSPECT)
         if weaker or (not by_person and each.trust is Trust.SUSPECT):
             return each
-        return replace(each, trust=trust, why=why, by_person=by_person)
+        # Reading every block back is no opinion: it does not bind what is found out later.
+        opinion = by_person and trust is not Trust.VERIFIED
+        return replace(each, trust=trust, why=why, by_person=opinion)
 
     if all(each.name != name for each in known):
         known = (*known, KnownCheckpoint(name=name))

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.known import Known
+from slurm_forge.journal.known import Branch, Known
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["AttemptState", "BudgetUse", "LaunchState", "RunState", "RunStatus"]
 
@@ -89,6 +91,11 @@ class RunState:
     applied: frozenset[str] = frozenset()
     #: The checkpoints that are there, as far as the journal tells.
     known: Known = ()
+    #: What was deleted: a judgement whose line comes late does not bring it back.
+    gone: frozenset[CheckpointName] = frozenset()
+    #: Where the last attempt that made progress went on, and where a later one may.
+    branch: Branch | None = None
+    next_branch: Branch | None = None
     #: Attempt and launch that ended in an instability, the last one: what they or earlier ones
     #: wrote is only used if it is known.
     unstable: tuple[int, int] | None = None
@@ -96,3 +103,16 @@ class RunState:
     def times(self, cause: Cause, rung: int) -> int:
         """How much of a rung's budget is used."""
         return sum(use.times for use in self.spent if (use.cause, use.rung) == (cause, rung))
+
+    def refusal(self, name: CheckpointName) -> str | None:
+        """Why a checkpoint that is whole is not to be resumed from, or None."""
+        if self.branch is not None and self.branch.excludes(name):
+            later = self.branch.attempt
+            return f"published by attempt {name.attempt} after attempt {later} had gone on"
+        found = next((each for each in self.known if each.name == name), None)
+        if found is not None:
+            return None if found.trust is not Trust.SUSPECT else found.why or "suspect"
+        doubted = self.unstable is not None and (name.attempt, name.launch) <= self.unstable
+        if doubted and any(each.trust is Trust.GOOD for each in self.known):
+            return "the journal does not know it, and an instability came after it"
+        return None

@@ -16,6 +16,8 @@ from slurm_forge.files import AppendFile, make_private_directory
 from slurm_forge.journal.codec import Record, encode
 from slurm_forge.journal.events import (
     CheckpointCommitted,
+    CheckpointJudged,
+    CheckpointsPruned,
     DecisionTaken,
     Event,
     Finished,
@@ -33,6 +35,8 @@ __all__ = ["JournalWriter"]
 #: What later decisions rest on is on disk before anything else happens.
 _DURABLE = (
     CheckpointCommitted,
+    CheckpointJudged,
+    CheckpointsPruned,
     DecisionTaken,
     Finished,
     IncidentSeen,

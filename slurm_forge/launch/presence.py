@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from slurm_forge.errors import RunDirectoryError
+from slurm_forge.errors import RunDirectoryError, UnsafeFileError
 from slurm_forge.lock import NO_LOCKS
 from slurm_forge.run_directory import RunDirectory
 
@@ -60,6 +60,11 @@ def present(run: RunDirectory) -> Iterator[Presence]:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(run.local_lock, flags, 0o600)
     try:
+        if os.fstat(descriptor).st_nlink > 1:
+            raise UnsafeFileError(
+                f"{run.local_lock} is a hard link to some other file",
+                next_step="Look what it is, then remove it.",
+            )
         held = _lock(descriptor, fcntl.LOCK_EX, _PATIENCE_S)
         if held is False:
             raise _taken(run, _read(descriptor))

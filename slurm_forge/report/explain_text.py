@@ -22,6 +22,9 @@ _WORTH_TELLING_S = 1.0
 _WORTH_TELLING = 0.001
 _SHOWN_ATTEMPTS = 5
 
+#: Notes on an attempt that are shown without being asked for.
+_SHOWN_NOTES = 5
+
 
 def explain_text(
     story: s.RunStory,
@@ -127,8 +130,10 @@ class _Teller:
             yield f"  ended without a word, last heard of {self._at(one.last_seen)}"
         yield from self._failures(one)
         yield from self._output(one, silent=one.ended is None and over)
-        if self._full:
-            yield from (f"  note: {t.clean(note, 400)}" for note in one.notes)
+        notes = one.notes if self._full else one.notes[:_SHOWN_NOTES]
+        yield from (f"  note: {t.clean(note, 400)}" for note in notes)
+        if len(notes) < len(one.notes):
+            yield f"  and {t.plural(len(one.notes) - len(notes), 'more note')}"
 
     def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
         """Where its output lies: needed where something went wrong, and asked for in full."""

@@ -28,6 +28,7 @@ from slurm_forge.spec.types import (
     Steps,
     check_printable,
 )
+from slurm_forge.store.retention import Rules
 
 __all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
@@ -94,6 +95,17 @@ class CheckpointSpec(Section):
         if self.every_minutes is None or isinstance(self.every_minutes, str):
             return None
         return timedelta(minutes=self.every_minutes)
+
+    @property
+    def rules(self) -> Rules:
+        """Which checkpoints stay."""
+        minutes, best = self.keep_every_minutes, self.keep_best
+        return Rules(
+            last=self.keep_last,
+            every_steps=self.keep_every_steps,
+            every=None if minutes is None else timedelta(minutes=minutes),
+            smaller_is_better=None if best is None else best.mode is BestMode.MIN,
+        )
 
     @property
     def automatic(self) -> bool:

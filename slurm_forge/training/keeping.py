@@ -68,7 +68,7 @@ class Keeping:
         self._tell = tell
         self._lock = threading.RLock()
         self._known: Known = ()
-        self._unstable: tuple[int, int] | None = None
+        self._history = RunState()
         self._damaged: set[CheckpointName] = set()
         self._resumed_from: CheckpointName | None = None
         #: What may become good, and the step since which training has been healthy.
@@ -81,17 +81,11 @@ class Keeping:
 
     def recall(self, state: RunState) -> None:
         """What history knows."""
-        self._known, self._unstable = state.known, state.unstable
+        self._history, self._known = state, state.known
 
     def eligible(self, name: CheckpointName) -> str | None:
         """Why a checkpoint is not to be resumed from, or None."""
-        known = self._find(name)
-        if known is not None:
-            return None if known.trust is not Trust.SUSPECT else f"suspect: {known.why}"
-        doubted = self._unstable is not None and (name.attempt, name.launch) <= self._unstable
-        if doubted and any(each.trust is Trust.GOOD for each in self._known):
-            return "the journal does not know it, and an instability came after it"
-        return None
+        return self._history.refusal(name)
 
     def rejected(self, name: CheckpointName, reason: str) -> None:
         """It was passed over.  What was only suspect is no less whole than it was."""
@@ -273,16 +267,7 @@ class Keeping:
 
     def prune(self) -> None:
         """Delete what the job does not ask to keep."""
-        asked = self._asked
-        minutes = asked.keep_every_minutes
-        rules = Rules(
-            last=asked.keep_last,
-            every_steps=asked.keep_every_steps,
-            every=None if minutes is None else timedelta(minutes=minutes),
-            smaller_is_better=None
-            if asked.keep_best is None
-            else asked.keep_best.mode is BestMode.MIN,
-        )
+        rules = self._asked.rules
         self._delete(lambda present: wanted(present, rules), "retention")
 
     def _delete(
@@ -309,8 +294,10 @@ class Keeping:
         keep: Callable[[Sequence[Present]], Collection[CheckpointName]],
     ) -> set[CheckpointName]:
         kept = set(keep([self._present(name) for name in names]))
-        # What this launch was resumed from is known to load; its own are not yet.
+        # A late commit of a fenced attempt may have a higher step: it takes no place of ours.
         mine = [name for name in names if (name.attempt, name.launch) == self._current]
+        kept.update(mine[:1])
+        # What this launch was resumed from is known to load; its own are not yet.
         if self._resumed_from is not None and len(mine) < _TRUSTED:
             kept.add(self._resumed_from)
         return kept

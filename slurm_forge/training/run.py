@@ -168,6 +168,7 @@ class Run:
                     interpreter_s=interpreter_s,
                     rendezvous_s=rendezvous_s,
                     load_s=time.monotonic() - started,
+                    candidates=self._saver.candidates,
                 )
             )
         if name is not None:

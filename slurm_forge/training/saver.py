@@ -39,6 +39,7 @@ from slurm_forge.training.trail import LossTrail, doubtful, values
 __all__ = ["Saver"]
 
 _LAND_WITHIN_S = 60.0
+_MOST_CANDIDATES = 100
 #: Under which rank 0's losses of the last steps are saved.
 _LOSSES = NOTES + "losses"
 
@@ -78,6 +79,8 @@ class Saver:
                 tell=member.send,
             )
         )
+        #: On rank 0: what was there when this launch resumed, the newest.
+        self.candidates: tuple[str, ...] = ()
         #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
         #: The step of the last save that was begun, whatever came of it.
@@ -220,6 +223,7 @@ class Saver:
         """
         if self.keeping is not None:
             self.keeping.recall(fold(read_journal(self._context.directory, thin=True)[0]))
+            self.candidates = tuple(map(str, self._store.candidates()[:_MOST_CANDIDATES]))
         self._comparing.look()
         try:
             loaded = resume(

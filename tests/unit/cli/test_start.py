@@ -13,7 +13,18 @@ from slurm_forge import __version__
 from tests.unit.cli.conftest import Shell
 from tests.unit.report.journals import Scribe
 
-VERBS = ["submit", "render", "run", "status", "explain", "requeue", "reconcile", "stop", "save"]
+VERBS = [
+    "submit",
+    "render",
+    "run",
+    "status",
+    "explain",
+    "requeue",
+    "reconcile",
+    "stop",
+    "save",
+    "export",
+]
 HEAVY = {"torch", "numpy", "submitit", "jinja2", "rich", "cloudpickle"}
 
 

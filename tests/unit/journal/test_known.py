@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.known import Known, KnownCheckpoint, after_instability, newest_usable
+from slurm_forge.journal.known import (
+    Known,
+    KnownCheckpoint,
+    after_instability,
+    newest_usable,
+)
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
@@ -85,6 +90,40 @@ def test_what_was_deleted_is_known_no_more() -> None:
     story = Story().start().commit(10).commit(20)
     story.tell(ev.CheckpointsPruned(names=(story.name(10), "nonsense"), reason=""), "rank0")
     assert trusts(story) == {20: "written"}
+
+
+def test_a_judgement_whose_line_comes_late_brings_nothing_back() -> None:
+    story = Story().start().commit(10).commit(20)
+    name = story.name(10)
+    story.tell(ev.CheckpointsPruned(names=(name,), reason=""), "rank0")
+    judge(story, 10, Trust.GOOD, by="cli")
+    assert trusts(story) == {20: "written"}
+
+
+def test_reading_it_back_by_hand_binds_nobody() -> None:
+    story = judge(Story().start().commit(10), 10, Trust.VERIFIED, by="cli")
+    assert trusts(story) == {10: "verified"}
+    assert trusts(judge(story, 10, Trust.GOOD)) == {10: "good"}
+    story = judge(Story().start().commit(40), 40, Trust.VERIFIED, by="cli")
+    assert trusts(skip(story, 39, 40).incident(Cause.NON_FINITE, 40)) == {40: "suspect"}
+
+
+def test_what_an_older_attempt_publishes_late_is_another_branch() -> None:
+    story = Story().start().commit(10)
+    early = CheckpointName.parse(story.name(10))
+    late = CheckpointName(50, 1, 1, "0000beef")
+    story.start()
+    story.tell(ev.Resumed(step=10, checkpoint=str(early), world_size=2, candidates=(str(early),)))
+
+    def refused(name: CheckpointName) -> str | None:
+        return story.state().refusal(name)
+
+    assert refused(late) is None, "nothing has been trained since: it is simply newer"
+    story.progress(11)
+    assert "after attempt 2 had gone on" in str(refused(late))
+    assert refused(early) is None
+    assert refused(CheckpointName(5, 1, 1, "0000beef")) is None, "one that fell off the list"
+    assert refused(CheckpointName(60, 2, 1, "0000beef")) is None
 
 
 @st.composite

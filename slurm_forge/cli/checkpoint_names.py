@@ -1,0 +1,95 @@
+"""Which checkpoint a person means: a name, the beginning of one, a step, or a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slurm_forge.errors import CheckpointMissingError
+from slurm_forge.journal import RunState
+from slurm_forge.report.checkpoints import Found, resumed_next
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.trust import Trust
+
+__all__ = ["GOOD", "LATEST", "NEXT", "meant"]
+
+LATEST = "latest"
+GOOD = "good"
+NEXT = "next"
+_SHOWN = 8
+
+
+def meant(wanted: str, state: RunState, found: Sequence[Found]) -> CheckpointName:
+    """The checkpoint on disk that ``wanted`` means; ``found`` is newest first.
+
+    CheckpointMissingError, naming the nearest, where there is none or more than one.
+    """
+    if not found:
+        raise CheckpointMissingError(
+            "the run has no checkpoints yet", next_step="To ask for one: slurm-forge save RUN."
+        )
+    if wanted in (LATEST, GOOD, NEXT):
+        return _word(wanted, state, found)
+    names = [each.name for each in found]
+    if wanted.isascii() and wanted.isdecimal():
+        same = [name for name in names if name.step == int(wanted)]
+        if not same:
+            near = min(names, key=lambda name: abs(name.step - int(wanted)))
+            raise CheckpointMissingError(
+                f"there is no checkpoint of step {int(wanted)}; the nearest is of step {near.step}",
+                next_step=f"There are: {_listed(names)}.",
+            )
+    else:
+        same = [name for name in names if wanted and str(name).startswith(wanted)]
+        if not same:
+            raise _unknown(wanted, names)
+    if len(same) > 1:
+        raise CheckpointMissingError(
+            f"{wanted!r} may be any of {len(same)} checkpoints",
+            next_step=f"Give more of its name: {_listed(same)}.",
+        )
+    return same[0]
+
+
+def _word(word: str, state: RunState, found: Sequence[Found]) -> CheckpointName:
+    if word == LATEST:
+        return found[0].name
+    if word == GOOD:
+        trusted = {each.name for each in state.known if each.trust is Trust.GOOD}
+        for each in found:
+            if each.name in trusted:
+                return each.name
+        raise CheckpointMissingError(
+            "no checkpoint is known to be good yet",
+            next_step=f"There are: {_listed([each.name for each in found])}.",
+        )
+    name = resumed_next(state, found)
+    if name is None:
+        raise CheckpointMissingError(
+            "none of the checkpoints would be resumed from: all are suspect or unreadable",
+            next_step=f"Name the one that you mean: {_listed([each.name for each in found])}.",
+        )
+    return name
+
+
+def _unknown(wanted: str, names: Sequence[CheckpointName]) -> CheckpointMissingError:
+    import difflib
+
+    # Names begin alike: what counts is how far they agree.
+    alike = max((str(name) for name in names), key=lambda name: _agree(wanted, name))
+    close = difflib.get_close_matches(wanted, [alike, LATEST, GOOD, NEXT], n=1, cutoff=0.5)
+    likely = f' (did you mean "{close[0]}"?)' if close else ""
+    return CheckpointMissingError(
+        f"there is no checkpoint {wanted!r}{likely}",
+        next_step=f"There are: {_listed(names)}.  Or say {LATEST}, {GOOD}, {NEXT}, or a step.",
+    )
+
+
+def _agree(one: str, other: str) -> int:
+    """How many characters from the beginning are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _listed(names: Sequence[CheckpointName]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(str(name) for name in names[:_SHOWN]) + (f", … ({more} more)" * (more > 0))

@@ -1,0 +1,144 @@
+"""``checkpoints list``: what lies on disk beside what the journal knows.  Fields are JSON keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slurm_forge.journal import KnownCheckpoint, RunState, RunStatus
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import Manifest
+
+__all__ = [
+    "CheckpointLine",
+    "CheckpointsListed",
+    "Found",
+    "Leftover",
+    "list_checkpoints",
+    "resumed_next",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint on disk.  ``manifest`` is None where it can't be read; ``problem`` says why."""
+
+    name: CheckpointName
+    manifest: Manifest | None = None
+    problem: str = ""
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What an interrupted save or deletion left behind: ``kind`` is ``stage`` or ``trash``."""
+
+    name: str
+    kind: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLine:
+    """One checkpoint.  ``where``: ``disk``, ``unreadable`` (``why`` tells), or ``gone``.
+
+    ``trust`` is ``unknown`` where the journal has never heard of it.  ``time`` in seconds since
+    1970; ``save_s`` is None where nothing tells how long it took.  ``next``: a start now would
+    resume from it if every block of it is as it was written.
+    """
+
+    name: str
+    step: int
+    attempt: int
+    launch: int
+    where: str
+    trust: str
+    why: str
+    time: float | None
+    size: int
+    save_s: float | None
+    reason: str
+    world_size: int | None
+    next: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsListed:
+    """The checkpoints of a run, newest first, and what else lies there."""
+
+    run: str
+    path: str
+    checkpoints: tuple[CheckpointLine, ...]
+    leftovers: tuple[Leftover, ...]
+
+
+def resumed_next(state: RunState, found: Sequence[Found]) -> CheckpointName | None:
+    """What a start would resume from now; ``found`` is newest first."""
+    for each in found:
+        if each.manifest is not None and state.refusal(each.name) is None:
+            return each.name
+    return None
+
+
+def list_checkpoints(
+    run: str,
+    path: str,
+    state: RunState,
+    found: Sequence[Found],
+    leftovers: Sequence[Leftover],
+) -> CheckpointsListed:
+    """Put together what is there (newest first) and what is known."""
+    # A finished run is not started again.
+    next_ = None if state.status is RunStatus.FINISHED else resumed_next(state, found)
+    lines = [_present(state, each, next_) for each in found]
+    lines += _gone(state, {each.name for each in found})
+    return CheckpointsListed(
+        run=run, path=path, checkpoints=tuple(lines), leftovers=tuple(leftovers)
+    )
+
+
+def _present(state: RunState, found: Found, next_: CheckpointName | None) -> CheckpointLine:
+    name, manifest, known = found.name, found.manifest, _known(state, found.name)
+    why = found.problem or state.refusal(name) or ("" if known is None else known.why)
+    time = None if manifest is None else manifest.created_at.timestamp()
+    return CheckpointLine(
+        name=str(name),
+        step=name.step,
+        attempt=name.attempt,
+        launch=name.launch,
+        where="disk" if manifest is not None else "unreadable",
+        trust="unknown" if known is None else known.trust.value,
+        why=why,
+        time=time if time is not None else (known.time or None if known is not None else None),
+        size=found.size,
+        save_s=None if known is None or not known.time else known.seconds,
+        reason="" if manifest is None else manifest.reason,
+        world_size=None if manifest is None else manifest.world_size,
+        next=name == next_,
+    )
+
+
+def _gone(state: RunState, present: set[CheckpointName]) -> Iterator[CheckpointLine]:
+    for known in sorted(state.known, key=lambda each: each.name, reverse=True):
+        name = known.name
+        if name in present:
+            continue
+        yield CheckpointLine(
+            name=str(name),
+            step=name.step,
+            attempt=name.attempt,
+            launch=name.launch,
+            where="gone",
+            trust=known.trust.value,
+            why=known.why,
+            time=known.time or None,
+            size=known.size,
+            save_s=known.seconds if known.time else None,
+            reason="",
+            world_size=None,
+            next=False,
+        )
+
+
+def _known(state: RunState, name: CheckpointName) -> KnownCheckpoint | None:
+    return next((each for each in state.known if each.name == name), None)
