@@ -1,186 +1,141 @@
-"""What a checkpoint costs: held up, and until it is on disk, beside DCP, torch.save and the floors.
+"""What checkpoints cost: saving, loading, what training loses, planning and memory, beside DCP.
 
-    python -m benchmarks.checkpoint [--state 1GiB|4GiB|5000] [--ranks N] [--rounds 7] [--json FILE]
+    python -m benchmarks.checkpoint [--only save,load,stall,plan,memory] [--gib 1] [--ranks 1,2]
+    python -m benchmarks.checkpoint --all --json FILE     # everything that is quoted
 
-The state is parameters and Adam's moments, sharded over the ranks as FSDP2 does.  Every round runs
-every way once, in another order; the first round (which touches memory for the first time) is not
-counted.  Ratios are of one round, so that what slows a whole round down cancels out; the A/A row
-is our way once more, and shows what the noise is.
+Every round runs every way once, in another order; ratios are of one round, so that what slows a
+whole round down cancels out.  The A/A rows are the same thing once more: what differs there is
+noise.  What is saved is removed at once; the disk holds two checkpoints at most.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.tables import Machine, paired_ratio, spread, table, write_json
+from benchmarks.tables import Machine, Section, write_json
 
-_STATES = {"1GiB": (1 << 30, 48), "4GiB": (4 << 30, 48), "64MiB": (64 << 20, 48), "5000": (0, 1667)}
-#: Elements of a small tensor: what biases and norms have.
-_SMALL = 1024
+if TYPE_CHECKING:
+    from benchmarks.checkpoint_state import Size
+
+_PARTS = ("save", "load", "stall", "plan", "memory")
+#: From here on a state is measured in fewer rounds.
+_LARGE_GIB = 2.0
+#: How many shards rank 0 is given in all for a simulated plan.
+_SHARDS = 20_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks, collect their rounds, print the table."""
+    """Run the parts one after another, each on fresh ranks, and print a table of each."""
     options = _parse(arguments)
     began, load = time.time(), os.getloadavg()[0]
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.dir))
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    store = folder / "store"
-    try:
-        ranks = [
-            context.Process(target=_rank, args=(rank, options, folder, store, results))
-            for rank in range(options.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            sys.stderr.write("a rank failed: see above\n")
-            return 1
-        rounds = results.get()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    _print(options, rounds, Machine.measured(load, began))
-    write_json(
-        options.json,
-        {
-            "state": options.state,
-            "ranks": options.ranks,
-            "machine": asdict(Machine.measured(load, began)),
-            "rounds": rounds,
-        },
-    )
+    found: list[dict[str, Any]] = []
+    for name, measure in _plan(options):
+        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.dir))
+        try:
+            section = measure(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        sys.stdout.write(f"\n{section.title}\n\n{section.text}\n")
+        sys.stdout.flush()
+        found.append({"part": name, "title": section.title, **section.data})
+        machine = Machine.measured(load, began)
+        # After each part: what was measured is not lost with a later one.
+        write_json(options.json, {"machine": asdict(machine), "parts": found})
+    sys.stdout.write(f"\n{Machine.measured(load, began).text()}\n")
     return 0
 
 
-def _rank(rank: int, options: Any, folder: Path, store: Path, results: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
-
-    from benchmarks.checkpoint_ways import Way, Ways
-
-    torch.manual_seed(rank)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
-    dist.init_process_group(  # also for one rank: DCP's process wants one
-        "gloo",
-        store=FileStore(str(store), options.ranks),
-        rank=rank,
-        world_size=options.ranks,
-        timeout=timedelta(minutes=10),
-    )
-    state = _state(options.state, rank, options.ranks)
-    ways = Ways(folder, state, rank=rank, world=options.ranks, direct=True)
-    chosen = [way for way in Way if not options.ways or way.name.lower() in options.ways]
-    order = random.Random(0)
-    rounds: list[dict[str, list[float]]] = []
-    for number in range(options.rounds + 1):
-        order.shuffle(chosen)
-        found: dict[str, list[float]] = {}
-        for way in chosen:
-            timing = ways.run(way)
-            both = torch.tensor([timing.blocked_s, timing.durable_s], dtype=torch.float64)
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-            found[way.value] = both.tolist()
-        if number:
-            rounds.append(found)
-        if rank == 0:
-            sys.stderr.write(f"round {number} of {options.rounds}\n")
-    if rank == 0:
-        results.put(rounds)
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # DCP's process and its threads have nothing left to say
-
-
-def _state(kind: str, rank: int, ranks: int) -> Any:
-    """Parameters with Adam's moments, ``Shard(0)`` over the ranks where there are several."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from slurm_forge.checkpoint.state import TrainingState
-
-    size, count = _STATES[kind]
-    elements = size // 12 // count if size else _SMALL  # a parameter and two moments of 4 bytes
-    rows = max(ranks, elements // 1024 // ranks * ranks) if size else 4
-    shape = (rows // ranks, 1024 if size else elements // 4)
-    mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
-
-    def parameter() -> nn.Parameter:
-        local = torch.randn(shape)
-        if mesh is None:
-            return nn.Parameter(local)
-        return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
-
-    model = nn.Module()
-    for number in range(count):
-        model.register_parameter(f"p{number}", parameter())
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for each in model.parameters():
-        each.grad = torch.zeros_like(each)
-    optimizer.step()
-    optimizer.zero_grad()
-    rng = {f"rng/rank-{rank}/torch": torch.get_rng_state()}
-    return TrainingState(
-        models={"model": model}, optimizers={"optimizer": optimizer}, extra={"step": 1}, rng=rng
-    )
-
-
-def _print(options: Any, rounds: list[dict[str, list[float]]], machine: Machine) -> None:
+def _plan(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], Section]]]:
+    """The parts that were asked for, in the order in which they are printed."""
+    from benchmarks import checkpoint_load, checkpoint_memory, checkpoint_plan, checkpoint_save
+    from benchmarks.checkpoint_scale import measure_scale
+    from benchmarks.checkpoint_stall import measure_stall
+    from benchmarks.checkpoint_state import Size
     from benchmarks.checkpoint_ways import Way
 
-    def column(way: str, which: int) -> list[float | None]:
-        return [each.get(way, [None, None])[which] for each in rounds]
+    chosen = [way for way in Way if not options.ways or way.name.lower() in options.ways]
+    large = [Size(gib=gib) for gib in options.gib]
+    small = Size(tensors=options.tensors)
+    sizes = [*large, *([small] if options.tensors else [])]
+    alone = [n for n in options.ranks if 2 * n <= len(os.sched_getaffinity(0))] or [1]
 
-    def ratio(way: str, which: int, to: str) -> str | None:
-        found = paired_ratio(column(way, which), column(to, 1))
-        return None if found is None else found.text()
+    def rounds(size: Size) -> int:
+        return int(options.rounds if size.gib < _LARGE_GIB else max(2, options.rounds // 2))
 
-    rows: list[list[str | None]] = []
-    for way in rounds[0]:
-        blocked, durable = spread(column(way, 0)), spread(column(way, 1))
-        rows.append(
-            [
-                way,
-                None if blocked is None else blocked.text(3),
-                ratio(way, 0, Way.COPY.value),
-                None if durable is None else durable.text(3),
-                ratio(way, 1, Way.WRITE.value),
-                ratio(way, 1, Way.OURS.value),
-            ]
-        )
-    rows.sort(key=lambda row: [way.value for way in Way].index(row[0] or ""))
-    header = ["way", "held up s", "/ copy", "on disk s", "/ direct write", "/ ours"]
-    sys.stdout.write(f"{options.state} of state, {options.ranks} ranks, {len(rounds)} rounds\n")
-    sys.stdout.write(f"{machine.text()}\n\n{table(header, rows)}\n")
+    for size in sizes if "save" in options.only else []:
+        for world in options.ranks:
+            n = rounds(size)
+            yield (
+                "save",
+                partial(
+                    checkpoint_save.measure_save, size=size, world=world, rounds=n, chosen=chosen
+                ),
+            )
+    for size in sizes if "load" in options.only else []:
+        for world in options.ranks:
+            n = rounds(size)
+            yield "load", partial(checkpoint_load.measure_load, size=size, world=world, rounds=n)
+    for size in large if "stall" in options.only else []:
+        for world in alone:
+            n = rounds(size)
+            yield "stall", partial(measure_stall, size=size, world=world, rounds=n)
+    if "plan" in options.only and options.tensors:
+        for world in options.ranks:
+            n = options.rounds
+            yield "plan", partial(checkpoint_plan.measure_plan, size=small, world=world, rounds=n)
+        yield "plan", lambda _: measure_scale(options.tensors, options.shards, rounds=2)
+    if "memory" in options.only:
+        for world in options.ranks:
+            yield (
+                "memory",
+                partial(
+                    checkpoint_memory.measure_memory,
+                    size=large[0],
+                    world=world,
+                    saves=options.saves,
+                ),
+            )
 
 
-def _parse(arguments: Sequence[str] | None) -> Any:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--state", choices=sorted(_STATES), default="1GiB")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=[])
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+        return lambda text: [kind(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--all", action="store_true", help="all that is quoted: takes an hour or more"
+    )
+    parser.add_argument("--only", type=several(str), default=list(_PARTS), help=",".join(_PARTS))
+    parser.add_argument("--gib", type=several(float), help="of model and Adam's state: 1,4")
+    parser.add_argument("--tensors", type=int, default=5000, help="of the small state; 0 for none")
+    parser.add_argument("--ranks", type=several(int), help="1,2,4")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--saves", type=int, help="how many, to see memory grow")
+    parser.add_argument("--shards", type=int, help="of a simulated plan, at most")
+    parser.add_argument("--ways", type=several(str), default=[], help="of save: ours,dcp,write,…")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="a folder on the disk")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    unknown = set(options.only) - set(_PARTS)
+    if unknown:
+        parser.error(f"--only knows {', '.join(_PARTS)}, not {', '.join(sorted(unknown))}")
+    everything = options.all
+    options.gib = options.gib or ([1.0, 4.0] if everything else [1.0])
+    options.ranks = options.ranks or ([1, 2, 4] if everything else [2])
+    options.rounds = options.rounds or (7 if everything else 3)
+    options.saves = options.saves or (200 if everything else 20)
+    options.shards = options.shards or (10 * _SHARDS if everything else _SHARDS)
+    return options
 
 
 if __name__ == "__main__":

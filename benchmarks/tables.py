@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Machine", "Spread", "paired_ratio", "spread", "table", "write_json"]
+__all__ = ["Machine", "Section", "Spread", "paired_ratio", "spread", "table", "write_json"]
 
 _NOTHING = "-"
 
@@ -87,6 +87,15 @@ class Machine:
             f"{self.cores} cores, Python {self.python}, load {self.load_before:.1f} before and "
             f"{self.load_after:.1f} after, {self.began}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One table of several, and every single round of it for programs."""
+
+    title: str
+    text: str
+    data: dict[str, Any]
 
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:

@@ -21,6 +21,9 @@ __all__ = ["Ranks"]
 
 _MOST_FAILURES = 20
 _LONGEST_TEXT = 2000
+#: Bytes of a packet: a length, and what a rank says of a save when nothing has changed.
+_HEAD = 8
+_SHORT = 2048 - _HEAD
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,11 @@ class Ranks:
         (``doing`` tells what was going on).  Raises RanksLostError where a rank is gone.
         """
         told: Json = {"report": report} if error is None else {"error": _describe(error)}
-        verdict: dict[str, Any] = {}
         mine = error
-        everything = self._gather(told)
-        if everything is not None:
+
+        def judge(everything: Sequence[Any]) -> dict[str, Any]:
+            nonlocal mine
+            verdict: dict[str, Any] = {}
             failures: list[Any] = [
                 [rank, *each["error"]] for rank, each in enumerate(everything) if "error" in each
             ]
@@ -72,44 +76,59 @@ class Ranks:
                     mine = caught
                     failures = [[0, *_describe(caught)]]
             verdict["failures"] = failures[:_MOST_FAILURES]
-        verdict = self._broadcast(verdict)
+            return verdict
+
+        verdict = judge([told]) if self.group is None else self._exchange(told, judge)
         if verdict["failures"]:
             raise _failure(verdict["failures"], doing) from mine
         return verdict["result"]
 
-    def _gather(self, value: Json) -> list[Any] | None:
-        """Every rank's value on rank 0, else None."""
-        if self.group is None:
-            return [value]
-        mine = _to_tensor(value)
-        try:
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
-            sizes = [int(length) for length in lengths]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
-            padded[: mine.numel()] = mine
-            parts = [torch.zeros_like(padded) for _ in sizes] if self.rank == 0 else None
-            dist.gather(padded, parts, dst=self._root, group=self.group)
-        except RuntimeError as error:
-            raise _lost(error) from error
-        if parts is None:
-            return None
-        return [_from_tensor(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    def _exchange(
+        self, value: Json, judge: Callable[[Sequence[Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What ``judge`` makes of every rank's value on rank 0, on every rank.
 
-    def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's value on every rank."""
-        if self.group is None:
-            return value
-        mine = _to_tensor(value)
+        One gather and one broadcast while everything is short: each costs up to a millisecond.
+        """
+        data = _to_bytes(value)
+        heads = self._gather(_packet(data))
+        if heads is None:
+            told = self._broadcast(_packet(b""))
+            if (longest := -_length(told)) > 0:  # somebody's value is longer than a packet
+                self._gather(_padded(data[_SHORT:], longest - _SHORT))
+                told = self._broadcast(_packet(b""))
+            size = _length(told)
+            rest = self._broadcast(_padded(b"", size - _SHORT)) if size > _SHORT else None
+            found: dict[str, Any] = _from_parts(told, rest)
+            return found
+        longest = max(map(_length, heads))
+        rests: Sequence[torch.Tensor | None] = [None] * len(heads)
+        if longest > _SHORT:
+            self._broadcast(_packet(b"", -longest))
+            rests = self._gather(_padded(data[_SHORT:], longest - _SHORT)) or rests
+        verdict = judge([_from_parts(*parts) for parts in zip(heads, rests, strict=True)])
+        answer = _to_bytes(verdict)
+        self._broadcast(_packet(answer))
+        if len(answer) > _SHORT:
+            self._broadcast(_padded(answer[_SHORT:], len(answer) - _SHORT))
+        return verdict
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's tensor on rank 0, else None; all have one length."""
+        parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
         try:
-            length = torch.tensor([mine.numel()])
-            dist.broadcast(length, src=self._root, group=self.group)
-            data = mine if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-            dist.broadcast(data, src=self._root, group=self.group)
+            dist.gather(mine, parts, dst=self._root, group=self.group)
         except RuntimeError as error:
             raise _lost(error) from error
-        found: dict[str, Any] = _from_tensor(data)
-        return found
+        return parts
+
+    def _broadcast(self, mine: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor on every rank; all have one length."""
+        try:
+            dist.broadcast(mine, src=self._root, group=self.group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return mine
 
     @property
     def _root(self) -> int:
@@ -118,12 +137,27 @@ class Ranks:
         return dist.get_global_rank(self.group, 0)
 
 
-def _to_tensor(value: Json) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode("ascii")), dtype=torch.uint8)
+def _to_bytes(value: Json | dict[str, Any]) -> bytes:
+    return json.dumps(value).encode("ascii")
 
 
-def _from_tensor(tensor: torch.Tensor) -> Any:
-    return json.loads(bytes(tensor.numpy()).decode("ascii"))
+def _packet(data: bytes, length: int | None = None) -> torch.Tensor:
+    """A length and as much of the data as fits beside it."""
+    head = (len(data) if length is None else length).to_bytes(_HEAD, "little", signed=True)
+    return _padded(head + data[:_SHORT], _HEAD + _SHORT)
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)[:size]
+
+
+def _length(packet: torch.Tensor) -> int:
+    return int.from_bytes(bytes(packet[:_HEAD].numpy()), "little", signed=True)
+
+
+def _from_parts(packet: torch.Tensor, rest: torch.Tensor | None) -> Any:
+    data = bytes(packet[_HEAD:].numpy()) + (b"" if rest is None else bytes(rest.numpy()))
+    return json.loads(data[: _length(packet)].decode("ascii"))
 
 
 def _describe(error: Exception) -> list[Json]:

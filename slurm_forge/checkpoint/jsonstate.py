@@ -21,7 +21,7 @@ import torch
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["decode", "dtype_name", "dtype_named", "encode", "escape", "unescape"]
+__all__ = ["SaveTensor", "decode", "dtype_name", "dtype_named", "encode", "escape", "unescape"]
 
 _DEEPEST = 100
 #: Longer ints are written in hexadecimal: Python refuses to read decimals above 4300 digits.

@@ -30,7 +30,14 @@ from slurm_forge.checkpoint.tensors import (
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["ParameterName", "apply_model", "capture_model", "name_parameters", "target_model"]
+__all__ = [
+    "ParameterName",
+    "apply_model",
+    "capture_model",
+    "name_parameters",
+    "target_model",
+    "wrapped_attribute",
+]
 
 #: The attribute under which a wrapper keeps what it wraps, by the wrapper's class name (imported
 #: by name: torch._dynamo takes more than a second).
@@ -155,14 +162,14 @@ def _state_of(module: nn.Module) -> dict[str, object]:
 def _prefixes(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, str]]:
     """What state-dict keys begin with, module by module, and what is left without wrappers."""
     yield raw, clean
-    wrapped = _wrapped(module)
+    wrapped = wrapped_attribute(module)
     for name, child in module.named_children():
         yield from _prefixes(
             child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
         )
 
 
-def _wrapped(module: nn.Module) -> str | None:
+def wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper keeps what it wraps; None for any other module."""
     if isinstance(module, DistributedDataParallel):
         return "module"
@@ -180,7 +187,7 @@ def _walk(
     replicated = (replicated or is_ddp) and not ignored
     for name, parameter in module.named_parameters(recurse=False):
         yield prefix + name, parameter, replicated
-    wrapped = _wrapped(module)
+    wrapped = wrapped_attribute(module)
     for name, child in module.named_children():
         below = prefix if name == wrapped else f"{prefix}{name}."
         yield from _walk(child, below, replicated, seen)

@@ -9,7 +9,7 @@ one that was not.  They also refuse parameters that were never stepped, and Opti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slurm_forge.checkpoint.jsonstate import decode, encode, escape, unescape
+from slurm_forge.checkpoint.jsonstate import SaveTensor, decode, encode, escape, unescape
 from slurm_forge.checkpoint.models import ParameterName
 from slurm_forge.checkpoint.tensors import Tensors, check_savable, new_target, saved_tensors
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["OptimizerTarget", "capture_optimizer", "target_optimizer"]
+__all__ = ["OptimizerTarget", "capture_optimizer", "capture_options", "target_optimizer"]
 
 
 def capture_optimizer(
@@ -45,16 +45,15 @@ def capture_optimizer(
 
     packed = optimizer.state_dict()
     parameters = _by_packed_id(name, optimizer, packed)
-    groups: list[Json] = []
-    for index, group in enumerate(packed["param_groups"]):
-        options = {key: value for key, value in group.items() if key != "params"}
-        params = [_key(name, parameters[packed_id], names) for packed_id in group["params"]]
-        groups.append(
-            {
-                "params": list[Json](params),
-                "options": encode(options, f"{prefix}/groups/{index}", save),
-            }
+    groups: list[Json] = [
+        {
+            "params": [_key(name, parameters[packed_id], names) for packed_id in group["params"]],
+            "options": options,
+        }
+        for group, options in zip(
+            packed["param_groups"], capture_options(name, packed["param_groups"], save), strict=True
         )
+    ]
     rest: dict[str, Json] = {}
     others: dict[Any, Any] = {}
     for packed_id, state in packed["state"].items():
@@ -82,6 +81,15 @@ def capture_optimizer(
         "others": encode(others, f"{prefix}/others", save),
         "more": encode(more, f"{prefix}/more", save),
     }
+
+
+def capture_options(name: str, groups: Sequence[Mapping[str, Any]], save: SaveTensor) -> list[Json]:
+    """Everything of each group but its parameters, as JSON; tensors go to ``save``."""
+    prefix = f"optimizers/{escape(name)}/groups"
+    return [
+        encode({k: v for k, v in group.items() if k != "params"}, f"{prefix}/{index}", save)
+        for index, group in enumerate(groups)
+    ]
 
 
 @dataclass

@@ -9,6 +9,7 @@ save has anyway.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,6 @@ from slurm_forge.checkpoint.jsonstate import dtype_name, dtype_named
 from slurm_forge.checkpoint.layout import Place, Shard, lay_out
 from slurm_forge.checkpoint.planner import ForgeSavePlanner
 from slurm_forge.checkpoint.state import Captured
-from slurm_forge.checkpoint.tensors import Tensors
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
@@ -47,6 +47,7 @@ class Plan:
     number: int
     shards: tuple[Shard, ...]
     places: tuple[int, ...]
+    ends: tuple[int, ...]
     size: int
     index: bytes
 
@@ -61,8 +62,12 @@ class Planner:
 
     def known(self, captured: Captured) -> int:
         """The number of the plan that fits this rank's tensors as they are now; 0 if none does."""
-        if self._plan is None or self._made_for is None or not self._made_for.fits(captured):
+        if self._plan is None:
             return 0
+        found = _Shape.of(captured)
+        if found != self._made_for:
+            return 0
+        self._made_for = found  # equal, and next time mostly the same objects: seen at once
         return self._plan.number
 
     @property
@@ -101,7 +106,8 @@ class Planner:
         )
         mine = tuple(shards[number] for number in chosen[ranks.rank])
         places, size = lay_out(mine)
-        self._plan = Plan(next(self._numbers), mine, tuple(places), size, index)
+        ends = tuple(at + shard.nbytes for at, shard in zip(places, mine, strict=True))
+        self._plan = Plan(next(self._numbers), mine, tuple(places), ends, size, index)
         self._made_for = _Shape.of(captured)
         return self._plan
 
@@ -128,43 +134,40 @@ def index_of(everybody: Sequence[Sequence[Shard]], chosen: Sequence[Sequence[int
     return Index(tuple(data_file(rank) for rank in range(len(everybody))), tensors)
 
 
+_SIZE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """Everything of a captured state that a plan depends on."""
 
     keys: list[str]
+    specs: list[Any]
     sizes: list[torch.Size]
     dtypes: list[torch.dtype]
-    placed: list[Any]
     alike: frozenset[str]
 
     @classmethod
     def of(cls, captured: Captured) -> _Shape:
-        tensors = captured.tensors.values()
+        # A DTensor's spec tells its size and dtype, too, and is mostly the object that it was:
+        # that is seen at once, where asking thousands of tensors for their size takes a while.
+        specs = [
+            tensor._spec if isinstance(tensor, DTensor) else None
+            for tensor in captured.tensors.values()
+        ]
+        plain = [
+            tensor
+            for tensor, spec in zip(captured.tensors.values(), specs, strict=True)
+            if spec is None
+        ]
         return cls(
             list(captured.tensors),
-            [tensor.shape for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-            _placements(captured.tensors),
+            specs,
+            list(map(_SIZE, plain)),
+            list(map(_DTYPE, plain)),
             captured.alike,
         )
-
-    def fits(self, captured: Captured) -> bool:
-        tensors = captured.tensors.values()
-        return (
-            list(captured.tensors) == self.keys
-            and [tensor.shape for tensor in tensors] == self.sizes
-            and [tensor.dtype for tensor in tensors] == self.dtypes
-            and _placements(captured.tensors) == self.placed
-            and captured.alike == self.alike
-        )
-
-
-def _placements(tensors: Tensors) -> list[Any]:
-    return [
-        (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
-        for tensor in tensors.values()
-    ]
 
 
 def _shard(item: WriteItem) -> Shard:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.collectives import Ranks
@@ -30,7 +29,8 @@ from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.plan import Plan, Planner
 from slurm_forge.checkpoint.sealing import open_stage, report_of, same_shape, sealed
 from slurm_forge.checkpoint.shardfile import write_shard_file
-from slurm_forge.checkpoint.state import Captured, TrainingState
+from slurm_forge.checkpoint.state import Captured, Known, TrainingState
+from slurm_forge.checkpoint.tensors import local_part
 from slurm_forge.errors import RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -66,6 +66,7 @@ class CheckpointWriter:
         self._views: list[torch.Tensor] = []
         self._views_of = 0
         self._infinite: frozenset[str] | None = None
+        self._known: Known | None = None
         self._copier = Copier()
         self._flight: Flight | None = None
         self._warming: threading.Thread | None = None
@@ -172,7 +173,8 @@ class CheckpointWriter:
         could not be saved: better known now than after the first hour.
         """
         self._wait()
-        captured, error = _capture(state)
+        captured, error = _capture(state, None)
+        self._known = captured.known if captured else None
         shape = captured.shape if captured else ""
         self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
         if captured is None:
@@ -194,7 +196,7 @@ class CheckpointWriter:
         if self._infinite is None:
             learned = state.trained()
             self._infinite = infinite_by_design(
-                (key, _local(tensor))
+                (key, local_part(tensor))
                 for key, tensor in captured.tensors.items()
                 if key not in learned and not key.startswith("optimizers/")
             )
@@ -208,8 +210,12 @@ class CheckpointWriter:
     def _agree(
         self, state: TrainingState, name: CheckpointName, permit: Callable[[int], None]
     ) -> tuple[Captured, dict[str, Any]]:
-        captured, error = _capture(state)
+        captured, error = _capture(state, self._known)
         plan = self._planner.known(captured) if captured else 0
+        if captured and not plan and self._known is not None:
+            captured, error = _capture(state, None)  # looked at one by one before it is planned
+            plan = self._planner.known(captured) if captured else 0
+        self._known = captured.known if captured else None
         agreed = self._ranks.agree(
             error,
             {
@@ -246,9 +252,8 @@ class CheckpointWriter:
     def _copy(self, plan: Plan, captured: Captured, filling: Filling) -> None:
         """Copy what this rank writes; what goes wrong is told through ``filling``."""
         try:
-            sources = [_local(captured.tensors[shard.key]) for shard in plan.shards]
-            ends = [at + shard.nbytes for at, shard in zip(plan.places, plan.shards, strict=True)]
-            self._copier.copy(self._views, sources, ends, filling)
+            sources = [local_part(captured.tensors[shard.key]) for shard in plan.shards]
+            self._copier.copy(self._views, sources, plan.ends, filling)
             devices = {source.device for source in sources if source.is_cuda}
             if devices:
                 filling.promise(plan.size, _when_copied(devices))
@@ -326,16 +331,16 @@ def save_checkpoint(
     return flight.result()
 
 
-def _capture(state: TrainingState) -> tuple[Captured | None, Exception | None]:
+def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None, Exception | None]:
     try:
-        return state.capture(), None
+        return state.capture(known), None
     except Exception as caught:
         return None, caught
 
 
 def _size(captured: Captured | None) -> int:
     """At most so many bytes before it is known who writes what."""
-    return sum(_local(t).nbytes for t in captured.tensors.values()) if captured else 0
+    return sum(local_part(t).nbytes for t in captured.tensors.values()) if captured else 0
 
 
 def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
@@ -352,7 +357,3 @@ def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
             event.synchronize()
 
     return wait
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

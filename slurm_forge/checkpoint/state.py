@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from slurm_forge.checkpoint.health import NOTES
-from slurm_forge.checkpoint.jsonstate import decode, encode, escape
+from slurm_forge.checkpoint.jsonstate import SaveTensor, decode, encode, escape
 from slurm_forge.checkpoint.models import (
     apply_model,
     capture_model,
@@ -25,8 +26,10 @@ from slurm_forge.checkpoint.models import (
 from slurm_forge.checkpoint.optimizers import (
     OptimizerTarget,
     capture_optimizer,
+    capture_options,
     target_optimizer,
 )
+from slurm_forge.checkpoint.outline import Outline, Sight, look
 from slurm_forge.checkpoint.tensors import (
     Tensors,
     check_savable,
@@ -37,7 +40,10 @@ from slurm_forge.checkpoint.tensors import (
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["Captured", "LoadTarget", "Stateful", "TrainingState"]
+__all__ = ["Captured", "Known", "LoadTarget", "Stateful", "TrainingState"]
+
+
+_NO_OUTLINE = Outline((), [], [])
 
 
 @runtime_checkable
@@ -66,6 +72,35 @@ class Captured:
     alike: frozenset[str]
     parts: dict[str, str]
     shape: str
+    known: Known | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """What does not change of an optimizer's JSON while it holds the same state."""
+
+    params: list[Json]
+    rest: dict[str, Json]
+    digest: str
+
+    @classmethod
+    def of(cls, document: Any) -> _Fixed:
+        params = [group["params"] for group in document["groups"]]
+        rest = {key: value for key, value in document.items() if key != "groups"}
+        return cls(params, rest, _digest([params, rest]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a capture leaves for the next one: names and JSON, and no tensor."""
+
+    outline: Outline
+    models: dict[str, Json]
+    optimizers: Mapping[str, _Fixed]
+    loose: tuple[str, ...]
+    alike: frozenset[str]
+    shape: str
+    parts: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +125,41 @@ class TrainingState:
         if wrong:
             raise ValueError(f"generator states are named rng/rank-<r>/…, not {wrong[0]!r}")
 
-    def capture(self) -> Captured:
-        """Take the state apart; CheckpointError, naming the key, for what can't be saved."""
+    def capture(self, known: Known | None = None) -> Captured:
+        """Take the state apart; CheckpointError, naming the key, for what can't be saved.
+
+        With what an earlier call knew, names that still hold are not made anew; shapes, dtypes and
+        placements are not looked at then (``Planner.known`` compares them).
+        """
+        with torch.no_grad():
+            sight = look(self.models, self.optimizers)
+            if known is not None and sight is not None:
+                again = self._again(known, sight)
+                if again is not None:
+                    return again
+            return self._anew(sight)
+
+    def _again(self, known: Known, sight: Sight) -> Captured | None:
+        tensors = known.outline.tensors(sight)
+        if tensors is None:
+            return None
+        loose: Tensors = {}
+        save = _saver(loose)
+        optimizers: dict[str, Json] = {
+            name: _with_options(
+                known.optimizers[name], capture_options(name, optimizer.param_groups, save)
+            )
+            for name, optimizer in self.optimizers.items()
+        }
+        objects = self._objects(save)
+        if tuple(loose) != known.loose:
+            return None
+        return self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
+
+    def _anew(self, sight: Sight | None) -> Captured:
         tensors: Tensors = {}
         alike: set[str] = set()
         names = name_parameters(self.models)
-
-        def save(key: str, tensor: torch.Tensor) -> None:
-            tensors[key] = check_savable(key, tensor)
-
         models: dict[str, Json] = {
             name: capture_model(name, module, tensors, alike)
             for name, module in self.models.items()
@@ -107,22 +168,61 @@ class TrainingState:
             name: capture_optimizer(name, optimizer, names, tensors, alike)
             for name, optimizer in self.optimizers.items()
         }
-        objects: dict[str, Json] = {
+        loose = {key: tensors.pop(key) for key in list(tensors) if _is_option(key)}
+        outline = sight and Outline.of(sight, self.models, self.optimizers, names, tensors)
+        # What a DTensor replicates is equal by definition: any holder may write it.
+        alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
+        objects = self._objects(_saver(loose))
+        known = Known(
+            outline=outline or _NO_OUTLINE,
+            models=models,
+            optimizers={name: _Fixed.of(each) for name, each in optimizers.items()},
+            loose=tuple(loose),
+            alike=frozenset(alike),
+            shape=_digest(sorted((*tensors, *loose))),
+            parts={f"models/{name}": _digest(value) for name, value in models.items()},
+        )
+        captured = self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
+        return captured if outline else dataclasses.replace(captured, known=None)
+
+    def _objects(self, save: SaveTensor) -> dict[str, Json]:
+        return {
             name: encode(item.state_dict(), f"objects/{escape(name)}", save)
             for name, item in self.objects.items()
         }
-        shared = sorted(tensors)
-        # What a DTensor replicates is equal by definition: any holder may write it.
-        alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
+
+    def _captured(
+        self,
+        known: Known,
+        tensors: Tensors,
+        loose: Tensors,
+        optimizers: dict[str, Json],
+        objects: dict[str, Json],
+    ) -> Captured:
+        late = {key for key, tensor in loose.items() if isinstance(tensor, DTensor)}
+        save = _saver(tensors)
         for key, tensor in (*self.rng.items(), *self.notes.items()):
             save(key, tensor)
-        document: dict[str, Json] = {
-            "extra": encode(dict(self.extra), "extra"),
-            "models": models,
-            "optimizers": optimizers,
-            "objects": objects,
-        }
-        return Captured(tensors, document, frozenset(alike), _parts(document), _digest(shared))
+        extra = encode(dict(self.extra), "extra")
+        parts = {"extra": _digest(extra), **known.parts}
+        parts.update(
+            (f"optimizers/{name}", _digest([known.optimizers[name].digest, _options(value)]))
+            for name, value in optimizers.items()
+        )
+        parts.update((f"objects/{name}", _digest(value)) for name, value in objects.items())
+        return Captured(
+            tensors,
+            {
+                "extra": extra,
+                "models": known.models,
+                "optimizers": optimizers,
+                "objects": objects,
+            },
+            known.alike | late if late else known.alike,
+            parts,
+            known.shape,
+            known,
+        )
 
     def trained(self) -> frozenset[str]:
         """Keys of the parameters: what is learned."""
@@ -200,13 +300,30 @@ def _compare_names(section: str, mine: set[str], saved: set[str]) -> None:
         )
 
 
-def _parts(document: Mapping[str, Any]) -> dict[str, str]:
-    parts = {"extra": _digest(document["extra"])}
-    for section in ("models", "optimizers", "objects"):
-        for name, value in document[section].items():
-            parts[f"{section}/{name}"] = _digest(value)
-    return parts
+def _saver(tensors: Tensors) -> SaveTensor:
+    def save(key: str, tensor: torch.Tensor) -> None:
+        tensors[key] = check_savable(key, tensor)
+
+    return save
 
 
-def _digest(value: Json | list[str]) -> str:
+def _is_option(key: str) -> bool:
+    """Whether it is a tensor among an optimizer's options (a learning rate, say)."""
+    parts = key.split("/", 3)
+    return parts[0] == "optimizers" and parts[2] == "groups"
+
+
+def _with_options(fixed: _Fixed, options: Sequence[Json]) -> Json:
+    groups: list[Json] = [
+        {"params": params, "options": each}
+        for params, each in zip(fixed.params, options, strict=True)
+    ]
+    return {"groups": groups, **fixed.rest}
+
+
+def _options(document: Any) -> Json:
+    return [group["options"] for group in document["groups"]]
+
+
+def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode("ascii")).hexdigest()

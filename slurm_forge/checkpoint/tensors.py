@@ -11,14 +11,27 @@ from torch.distributed.tensor import DTensor
 
 from slurm_forge.errors import CheckpointError
 
-__all__ = ["Tensors", "check_fits", "check_savable", "new_target", "saved_tensors", "some"]
+__all__ = [
+    "Tensors",
+    "check_fits",
+    "check_savable",
+    "local_part",
+    "new_target",
+    "saved_tensors",
+    "some",
+]
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, in place: not a tensor of its own, as to_local() may give."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def check_savable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as it is saved; CheckpointError for one that can't be brought back."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         raise _refused(key, f"a {type(local).__name__} can't be stored exactly")
     if local.is_meta:

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slurm_forge.checkpoint.jsonstate import dtype_name, unescape
-from slurm_forge.checkpoint.models import capture_model, name_parameters
+from slurm_forge.checkpoint.models import (
+    capture_model,
+    name_parameters,
+    wrapped_attribute,
+)
 from slurm_forge.errors import CheckpointError
 from slurm_forge.training.naming import Folded, fold
 from slurm_forge.vocabulary.json_value import Json
@@ -39,12 +42,6 @@ _SCHEDULE = (
     "start_factor", "end_factor", "factor", "power", "total_steps", "patience", "threshold", "mode",
     "base_lrs",
 )  # fmt: skip
-#: The attribute under which a wrapper keeps what it wraps, by the wrapper's class name.
-_WRAPPERS = {
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "OffloadWrapper": "_checkpoint_wrapped_module",
-}
 _MOST_IN_EVAL = 20
 
 
@@ -229,16 +226,10 @@ def _tensors(name: str, module: nn.Module, trained: Mapping[str, bool]) -> dict[
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
-        wrapped = _wrapped(module)
+        wrapped = wrapped_attribute(module)
         if wrapped is None:
             return module
         module = getattr(module, wrapped)
-
-
-def _wrapped(module: nn.Module) -> str | None:
-    if isinstance(module, DistributedDataParallel):
-        return "module"
-    return _WRAPPERS.get(type(module).__name__)
 
 
 def _kind(module: nn.Module) -> str:
