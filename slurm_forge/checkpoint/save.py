@@ -90,9 +90,10 @@ class CheckpointWriter:
         Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
         rank 0 right before the rename.  If anything fails on any rank, all ranks get a
         CheckpointError (FencedError if ``fence`` did), here or from the flight, and no checkpoint
-        appears; RanksLostError, a CheckpointError, if a rank is gone: then no collective may
-        follow.  Without ``background`` the flight is over on return.  ``after`` is called with
-        the end of a flight before anybody who waits for it goes on, on the flight's thread.
+        appears (or a whole one, where only the last fsync failed); RanksLostError, a
+        CheckpointError, if a rank is gone: then no collective may follow.  Without ``background``
+        the flight is over on return.  ``after`` is called with the end of a flight before anybody
+        who waits for it goes on, on the flight's thread.
 
         ``permit`` is called on rank 0 with the size of all files before anything is written, and
         raises CheckpointError where the save had better not be begun.  ``about`` (rank 0's) goes

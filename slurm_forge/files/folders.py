@@ -31,10 +31,13 @@ def make_private_directory(path: str | os.PathLike[str]) -> Path:
         # Somebody else may be as fast as we, so what is there now is looked at in any case.
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)  # noqa: PTH102
-            fsync_directory(folder.parent)
+        fsync_directory(folder.parent)
         _refuse_shared_folder(folder)
     if not missing:
         _refuse_shared_folder(target)
+        # Whoever made it may have died before its name was on disk.
+        with contextlib.suppress(PermissionError):
+            fsync_directory(target.parent)
     return target
 
 

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from slurm_forge.files import AppendFile, make_private_directory
@@ -50,6 +51,8 @@ _DURABLE = (
 
 #: A disk that stays full must not be filled with empty files.
 _FRESH_FILES = 8
+#: Lines that are written anew where the file that they were in can't be trusted any more.
+_UNSYNCED = 1000
 
 
 class JournalWriter:
@@ -76,6 +79,9 @@ class JournalWriter:
         self._lock = threading.Lock()
         self._closed = False
         self._fresh_files = _FRESH_FILES
+        #: What was written since the last fsync, and what of it the present file still owes.
+        self._unsynced: deque[bytes] = deque(maxlen=_UNSYNCED)
+        self._owed: list[bytes] = []
         #: The launch that following events belong to.
         self.launch = launch
 
@@ -105,6 +111,10 @@ class JournalWriter:
                 self._close_file()
                 self._append(line, sync)
             self._sequence += 1
+            if sync:
+                self._unsynced.clear()
+            else:
+                self._unsynced.append(line)
 
     def close(self) -> None:
         """Close the file; a later write raises."""
@@ -117,6 +127,11 @@ class JournalWriter:
             make_private_directory(self._folder)
             name = f"{self._attempt}-{self._writer}-{secrets.token_hex(4)}.jsonl"
             self._file = AppendFile(self._folder / name)
+            # Readers count once what is in two files.
+            self._owed = list(self._unsynced)
+        while self._owed:
+            self._file.append(self._owed[0])
+            self._owed.pop(0)
         self._file.append(line, sync=sync)
 
     def _close_file(self) -> None:

@@ -68,6 +68,7 @@ def claim_attempt(
     tries: int = 100,
 ) -> Claim:
     """Take the next attempt number; fences every older attempt from this moment on."""
+    make_private_directory(run.path)  # whoever made it may have died before its name was on disk
     make_private_directory(run.attempts)
     taken = 0
     for _ in range(tries):
