@@ -1,44 +1,46 @@
 """Whether what is about to be trusted is finite: looked at in the copy, beside the write.
 
 A gradient of 1e25 leaves a finite loss and finite weights, and infinity in Adam's second moment.
-Nothing of this runs on the device or holds training up: it reads the arena that is written out.
+Nothing of this runs on the device or holds training up: it reads the arena that is written out, on
+one thread that leaves torch's threads, and Python's lock, to the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 import torch
 
-__all__ = ["NOTES", "Part", "infinite_by_design", "unhealthy"]
+__all__ = ["NOTES", "infinite_by_design", "unhealthy"]
 
 #: Keys under it are figures about the training, not state: they may hold anything.
 NOTES = "notes/"
 
-#: A tensor of the arena, and up to where the arena must be filled for it to be there.
-Part = tuple[str, torch.Tensor, int]
-
 _MOST_NAMED = 5
-#: Elements that are looked at in one go.
-_PIECE = 8 << 20
+#: Elements that are looked at in one go: they stay in a cache for the second look.
+_PIECE = 1 << 17
+#: As which integers to look at a type, and infinity in it.
+_INFINITY = {
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 
 
 def unhealthy(
-    parts: Iterable[Part],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     *,
-    ready: Callable[[int], None] = lambda _: None,
     allowed: Collection[str] = frozenset(),
 ) -> tuple[str, ...]:
     """What is not finite, named: ``NaN in optimizers/adam/…/exp_avg_sq``; a few names at most.
 
-    ``ready(n)`` returns when the first ``n`` bytes are there.  Of keys in ``allowed`` infinity
-    (not NaN) is taken as meant.
+    Of keys in ``allowed`` infinity (not NaN) is taken as meant.
     """
     found: list[str] = []
-    for key, tensor, end in parts:
+    for key, tensor in tensors:
         if key.startswith(NOTES):
             continue
-        ready(end)
         what = _not_finite(tensor)
         if what is not None and not (what == "infinity" and key in allowed):
             found.append(f"{what} in {key}")
@@ -61,21 +63,20 @@ def _not_finite(tensor: torch.Tensor) -> str | None:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return None
-    with torch.no_grad():
-        for piece in _pieces(tensor):
-            # A finite sum has finite terms only, and a sum runs at the speed of memory.
-            wide = torch.float64 if piece.dtype == torch.float64 else torch.float32
-            if bool(torch.isfinite(piece.sum(dtype=wide))):
-                continue
-            if bool(torch.isnan(piece).any()):
-                return "NaN"
-            if bool(torch.isinf(piece).any()):
-                return "infinity"
-    return None
-
-
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    # What a second look allocates stays small; types of eight bits can't be summed as they are.
-    flat = tensor.detach().reshape(-1)
-    pieces = torch.split(flat, _PIECE)
-    return pieces if flat.dtype.itemsize > 1 else [piece.float() for piece in pieces]
+    pattern = _INFINITY.get(tensor.dtype)
+    if pattern is None:
+        tensor, pattern = tensor.float(), _INFINITY[torch.float32]
+    kind, infinity = pattern
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(kind).numpy()
+    found = None
+    for at in range(0, bits.size, _PIECE):
+        piece = bits[at : at + _PIECE]
+        # Without its sign a number is the larger the larger its bits are; infinity is above all
+        # numbers and NaN above infinity.  With the sign bit set it is so as an unsigned integer.
+        unsigned = piece.view(f"u{piece.dtype.name}")
+        largest = max(int(piece.max()), int(unsigned.max()) - (1 << (8 * piece.itemsize - 1)))
+        if largest > infinity:
+            return "NaN"
+        if largest == infinity:
+            found = "infinity"
+    return found

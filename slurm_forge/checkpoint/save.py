@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -24,7 +24,7 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.copying import Copier, Filling
 from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.flight import After, Flight, Saved
-from slurm_forge.checkpoint.health import Part, infinite_by_design, unhealthy
+from slurm_forge.checkpoint.health import infinite_by_design, unhealthy
 from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.plan import Plan, Planner
 from slurm_forge.checkpoint.sealing import open_stage, report_of, same_shape, sealed
@@ -280,10 +280,9 @@ class CheckpointWriter:
             memory = self._arena.memory(round_up(plan.size, PAGE))
             target = stage / data_file(self._later.rank)
             with ThreadPoolExecutor(1, thread_name_prefix="forge-health") as looking:
-                # Beside the write, which waits for the disk most of the time.
-                looked = looking.submit(
-                    unhealthy, self._parts(plan), ready=filling.wait, allowed=self._infinite or ()
-                )
+                # Beside the write, which waits for the disk most of the time; not beside the copy,
+                # which training waits for.
+                looked = looking.submit(self._unhealthy, plan, filling)
                 entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
                 findings += looked.result()
             findings += doubts()
@@ -306,9 +305,10 @@ class CheckpointWriter:
             raise
         return agreed
 
-    def _parts(self, plan: Plan) -> Iterator[Part]:
-        for view, shard, at in zip(self._views, plan.shards, plan.places, strict=True):
-            yield shard.key, view, at + shard.nbytes
+    def _unhealthy(self, plan: Plan, filling: Filling) -> tuple[str, ...]:
+        filling.wait(plan.size)
+        keys = (shard.key for shard in plan.shards)
+        return unhealthy(zip(keys, self._views, strict=True), allowed=self._infinite or ())
 
     def _discard(self, stage: Path) -> None:
         if self._ranks.rank == 0:
