@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import Resumed
 from slurm_forge.report.facts import RunFacts
+from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.units import parse_duration
 
 __all__ = ["Gathering", "gather"]
 
@@ -31,12 +34,35 @@ class Gathering:
         self._tail = JournalTail(run)
         self._records: list[Record] = []
         self._damage: list[Damage] = []
-        self._total, self._problem = _total_steps(run)
+        self._total: int | None = None
+        self._purge: PurgeRule | None = None
+        self._problem = self._read_spec()
 
     @property
     def total_steps(self) -> int | None:
         """The last step: what the program said last, else the job's ``args.max_steps``."""
         return self._total
+
+    def _read_spec(self) -> str | None:
+        """``job.args.max_steps`` and the purge rule; what is wrong with the file stops no report.
+
+        Only looked up, not checked: building the whole job would take longer than all the rest.
+        """
+        from slurm_forge.documents import read
+
+        try:
+            body: Any = read(self._run.spec_file, trusted=True).data
+            value = body
+            for key in ("job", "args", "max_steps"):
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                self._total = value
+            after = body.get("purge_after") if isinstance(body, dict) else None
+            if after is not None:
+                self._purge = PurgeRule(parse_duration(after), str(body.get("purge_basis") or ""))
+        except (ForgeError, OSError, ValueError) as error:
+            return f"run.yaml can't be read: {error}"
+        return None
 
     def look(self) -> list[Record]:
         """Read on; what is new, the earliest first."""
@@ -64,6 +90,8 @@ class Gathering:
             stop_asked=run.stop_file.exists(),
             save_asked=run.save_file.exists(),
             problems=() if self._problem is None else (self._problem,),
+            purge=self._purge,
+            oldest_file=_oldest_file(run, self._purge),
         )
 
 
@@ -95,18 +123,13 @@ def _written(folder: Path) -> list[Path]:
         return []
 
 
-def _total_steps(run: RunDirectory) -> tuple[int | None, str | None]:
-    """``job.args.max_steps`` of ``run.yaml``; what is wrong with the file stops no report.
-
-    Only looked up, not checked: building the whole job would take longer than all the rest.
-    """
-    from slurm_forge.documents import read
-
-    try:
-        value: Any = read(run.spec_file, trusted=True).data
-    except (ForgeError, OSError) as error:
-        return None, f"run.yaml can't be read: {error}"
-    for key in ("job", "args", "max_steps"):
-        value = value.get(key) if isinstance(value, dict) else None
-    usable = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return (value if usable else None), None
+def _oldest_file(run: RunDirectory, rule: PurgeRule | None) -> float | None:
+    """Of run.yaml and one file of each checkpoint; the others are as old."""
+    if rule is None:
+        return None
+    found = []
+    for path in (run.spec_file, *run.checkpoints.glob("step-*/manifest.json")):
+        with contextlib.suppress(OSError):
+            seen = path.stat()
+            found.append(counts_from(rule.basis, read=seen.st_atime, written=seen.st_mtime))
+    return min(found, default=None)

@@ -88,13 +88,20 @@ def _submit(
     from slurm_forge.cli.preparing import check, make
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.report.outlook import outlook
+    from slurm_forge.site.storage import storage_at
+    from slurm_forge.slurm.environment import process_environ
 
     checked = check(path)
     chosen = _choose(site, slurm, need_slurm=True)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
         *checked.doubts,
-        *outlook(checked.job, chosen.site, default_partition=chosen.default_partition),
+        *outlook(
+            checked.job,
+            chosen.site,
+            default_partition=chosen.default_partition,
+            storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
+        ),
     )
     if not quiet:
         for note in notes:

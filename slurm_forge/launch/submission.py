@@ -19,7 +19,9 @@ from slurm_forge.launch.ladder import Comeback, Ladder, Taken
 from slurm_forge.launch.script import render
 from slurm_forge.run_directory import Fence, RunDirectory, list_claims
 from slurm_forge.site.model import Site
+from slurm_forge.site.storage import storage_at
 from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.environment import process_environ
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile
@@ -58,6 +60,8 @@ def create_run(
     job: JobSpec, *, runs: Path, site: Site, submitted_from: Path, python: str | None = None
 ) -> tuple[RunDirectory, RunFile]:
     """Make the run directory ``runs/<name>`` with its ``run.yaml``; refuses one that has begun."""
+    run = RunDirectory.at(runs / job.name)
+    storage = storage_at(site, run.path, process_environ())
     file = RunFile(
         submitted_from=str(submitted_from.absolute()),
         python=python or site.python or sys.executable,
@@ -65,9 +69,10 @@ def create_run(
         socket_interface=site.socket_interface,
         env=dict(site.env.always),
         srun_options=tuple(site.srun_options),
+        purge_after=None if storage is None else storage.purge_after,
+        purge_basis=None if storage is None else storage.purge_basis,
         job=job,
     )
-    run = RunDirectory.at(runs / job.name)
     if untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
     run.create(file.to_yaml().encode())

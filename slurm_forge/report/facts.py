@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slurm_forge.journal import Damage, Record
+from slurm_forge.report.purge import PurgeRule
 
 __all__ = ["RunFacts"]
 
@@ -30,3 +31,6 @@ class RunFacts:
     save_asked: bool = False
     problems: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
+    purge: PurgeRule | None = None
+    #: What the age of the oldest file that the run needs counts from.
+    oldest_file: float | None = None

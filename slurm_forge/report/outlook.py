@@ -7,18 +7,26 @@ from datetime import timedelta
 
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.recovery.interval import FIRST
+from slurm_forge.report.purge import PurgeRule, purge_outlook
 from slurm_forge.report.text import clean
-from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
+from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site, Storage
 from slurm_forge.spec import JobSpec
 from slurm_forge.units import format_duration
 
 __all__ = ["outlook"]
 
 
-def outlook(job: JobSpec, site: Site, *, default_partition: str | None = None) -> tuple[str, ...]:
+def outlook(
+    job: JobSpec,
+    site: Site,
+    *,
+    default_partition: str | None = None,
+    storage: Storage | None = None,
+) -> tuple[str, ...]:
     """Sentences about preemption, the time limit and checkpoints; only what is known.
 
-    ``default_partition`` is where Slurm puts a job that names none.
+    ``default_partition`` is where Slurm puts a job that names none, ``storage`` what the run lies
+    on.
     """
     wanted = job.resources
     names: list[str | None] = [p for p in (wanted.partition or "").split(",") if p]
@@ -29,6 +37,8 @@ def outlook(job: JobSpec, site: Site, *, default_partition: str | None = None) -
         lines.append(f"{place}: {_preemption(facts.preemption, job)}")
         lines += _refusals(job, facts, place)
     lines += _site_wide(job, site)
+    if storage is not None and storage.purge_after is not None:
+        lines.append(purge_outlook(PurgeRule(storage.purge_after, storage.purge_basis or "")))
     lines.append(f"{_time_limit(job, site, names or [default_partition])}{_checkpoints(job)}.")
     return tuple(dict.fromkeys(lines))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History
+from slurm_forge.report.purge import purge_warning
 from slurm_forge.report.story import AttemptStory
 from slurm_forge.report.text import ago, clean, plural, span
 from slurm_forge.report.trouble import Trouble, unmended
@@ -100,8 +101,11 @@ def _end(attempt: AttemptStory) -> float:
 
 
 def warnings_of(facts: RunFacts, *, fenced: int) -> tuple[str, ...]:
-    """Sentences about the journal itself."""
+    """Sentences about the journal itself, and about files that will not be there for ever."""
     found = [clean(problem, 500) for problem in facts.problems]
+    purge = purge_warning(facts.purge, facts.oldest_file, facts.now)
+    if purge is not None:
+        found.append(purge)
     for damage in facts.damage[:_SHOWN_DAMAGE]:
         where = f"{clean(damage.file, 120)}, line {damage.line}"
         found.append(f"damaged line left out: {where}: {clean(damage.reason, 160)}")

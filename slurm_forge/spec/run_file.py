@@ -8,7 +8,7 @@ from pydantic import Field
 
 from slurm_forge.documents import build, dump, read
 from slurm_forge.spec.job import JobSpec
-from slurm_forge.spec.types import Section
+from slurm_forge.spec.types import PositiveDuration, Section
 
 __all__ = ["RunFile", "read_run_file"]
 
@@ -17,7 +17,8 @@ class RunFile(Section):
     """Everything that a later start of the run needs and that nobody may change in between.
 
     ``submitted_from`` is the folder that relative paths and module names start from, ``python`` the
-    interpreter of the ranks.  ``env`` and ``srun_options`` are the site's.
+    interpreter of the ranks.  ``env`` and ``srun_options`` are the site's, and so is when it
+    deletes old files where the run lies.
     """
 
     submitted_from: str
@@ -26,6 +27,8 @@ class RunFile(Section):
     socket_interface: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
     srun_options: tuple[str, ...] = ()
+    purge_after: PositiveDuration | None = None
+    purge_basis: str | None = None
     job: JobSpec
 
     def to_yaml(self) -> str:
