@@ -17,8 +17,8 @@ __all__ = ["NOTES", "infinite_by_design", "unhealthy"]
 NOTES = "notes/"
 
 _MOST_NAMED = 5
-#: Elements that are looked at in one go: they stay in a cache for the second look.
-_PIECE = 1 << 17
+#: Elements that are looked at in one go: every piece takes the interpreter away from the training.
+_PIECE = 4 << 20
 #: As which integers to look at a type, and infinity in it.
 _INFINITY = {
     torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
