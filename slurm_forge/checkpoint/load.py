@@ -58,7 +58,7 @@ def resume(
     *,
     group: dist.ProcessGroup | None,
     on_reject: Callable[[CheckpointName, str], None],
-    eligible: Callable[[CheckpointName], str | None] | None = None,
+    eligible: Callable[[Manifest], str | None] | None = None,
     patience: float = 10.0,
     pauses: Sequence[float] = (0.5, 2.0),
 ) -> LoadedState | None:
@@ -178,16 +178,18 @@ def _next_candidate(
     store: CheckpointStore,
     remaining: list[CheckpointName],
     on_reject: Callable[[CheckpointName, str], None],
-    eligible: Callable[[CheckpointName], str | None] | None,
+    eligible: Callable[[Manifest], str | None] | None,
 ) -> Manifest | None:
     while remaining:
         name = remaining.pop(0)
-        reason = eligible(name) if eligible is not None else None
+        try:
+            manifest = store.verify_manifest(name)
+        except CheckpointRejectedError as caught:
+            on_reject(name, caught.reason)
+            continue
+        reason = eligible(manifest) if eligible is not None else None
         if reason is None:
-            try:
-                return store.verify_manifest(name)
-            except CheckpointRejectedError as caught:
-                reason = caught.reason
+            return manifest
         on_reject(name, reason)
     return None
 

@@ -18,13 +18,14 @@ class LaunchBrief:
     """What every rank of a launch must know and agree on, published by the conductor.
 
     ``committed_step`` is the newest step that history says was committed: resuming from nothing is
-    refused where it is not None.
+    refused where it is not None.  ``resume_step`` is that of the newest one that may be used.
     """
 
     attempt: int
     launch: int
     plan: RecoveryPlan
     committed_step: int | None
+    resume_step: int | None = None
 
     def to_text(self) -> str:
         """JSON."""
@@ -43,4 +44,5 @@ class LaunchBrief:
             launch=int(body["launch"]),
             plan=RecoveryPlan(**given),
             committed_step=body["committed_step"],
+            resume_step=body.get("resume_step"),
         )

@@ -183,10 +183,14 @@ class CheckpointMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWitnessed:
-    """The loss of the first micro-batch behind a checkpoint: a resume has to compute the same."""
+    """The loss of the first micro-batch behind a checkpoint: a resume has to compute the same.
+
+    ``samples`` is how many were in it: another number are other ones.
+    """
 
     name: str
     loss: float
+    samples: int = 0
     kind: Literal["checkpoint_witnessed"] = "checkpoint_witnessed"
 
 

@@ -155,7 +155,8 @@ def _step(state: RunState, record: Record) -> RunState:
             changed = _in_attempt(
                 state, record, lambda a: replace(a, checkpoints=(*a.checkpoints, (time, event)))
             )
-            return _committed(_branched(_now_known(changed, record, event), record), event.step)
+            changed = _branched(_now_known(changed, record, event), record)
+            return _committed(changed, event.step, healthy=not event.findings)
         case ev.CheckpointJudged():
             name = _name(event.name)
             by_person = _by_person(record)
@@ -167,11 +168,19 @@ def _step(state: RunState, record: Record) -> RunState:
             )
         case ev.CheckpointMeasured():
             name = _name(event.name)
-            known = state.known if name is None else measured(state.known, name, event.value)
+            known = (
+                state.known
+                if name is None
+                else measured(state.known, name, event.metric, event.value)
+            )
             return replace(state, known=known)
         case ev.CheckpointWitnessed():
             name = _name(event.name)
-            known = state.known if name is None else witnessed(state.known, name, event.loss)
+            known = (
+                state.known
+                if name is None
+                else witnessed(state.known, name, event.loss, event.samples)
+            )
             return replace(state, known=known)
         case ev.CheckpointsPruned():
             gone = {name for text in event.names if (name := _name(text)) is not None}
@@ -292,9 +301,12 @@ def _reach(state: RunState, step: int) -> RunState:
     return replace(state, high_water=max(state.high_water, step))
 
 
-def _committed(state: RunState, step: int) -> RunState:
-    """A commit past the step at which a budget was last charged is real progress: it is freed."""
-    spent = tuple(use for use in state.spent if step <= use.high_water)
+def _committed(state: RunState, step: int, *, healthy: bool) -> RunState:
+    """A commit past the step at which a budget was last charged is real progress: it is freed.
+
+    One that will not be resumed from is none.
+    """
+    spent = tuple(use for use in state.spent if step <= use.high_water or not healthy)
     committed = max(step, state.committed_step or 0)
     return _reach(replace(state, spent=spent, committed_step=committed), step)
 

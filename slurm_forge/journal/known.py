@@ -43,9 +43,12 @@ class KnownCheckpoint:
     size: int = 0
     seconds: float = 0.0
     blocked_s: float = 0.0
+    #: What ``keep_best`` goes by, under its name.
     metric: float | None = None
-    #: The loss of the first micro-batch behind it.
+    metric_name: str = ""
+    #: The loss of the first micro-batch behind it, and how many samples were in it.
     witness: float | None = None
+    witness_samples: int = 0
     by_person: bool = False
 
 
@@ -78,7 +81,9 @@ def committed(known: Known, found: KnownCheckpoint) -> Known:
             why=earlier.why,
             by_person=earlier.by_person,
             metric=earlier.metric,
+            metric_name=earlier.metric_name,
             witness=earlier.witness,
+            witness_samples=earlier.witness_samples,
         )
     return (*(k for k in known if k.name != found.name), found)
 
@@ -101,14 +106,14 @@ def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_per
     return _where(known, {name}, judge)
 
 
-def measured(known: Known, name: CheckpointName, value: float) -> Known:
+def measured(known: Known, name: CheckpointName, metric: str, value: float) -> Known:
     """The metric that the job keeps the best one by."""
-    return _where(known, {name}, lambda each: replace(each, metric=value))
+    return _where(known, {name}, lambda each: replace(each, metric=value, metric_name=metric))
 
 
-def witnessed(known: Known, name: CheckpointName, loss: float) -> Known:
+def witnessed(known: Known, name: CheckpointName, loss: float, samples: int) -> Known:
     """The loss of the first micro-batch behind it."""
-    return _where(known, {name}, lambda each: replace(each, witness=loss))
+    return _where(known, {name}, lambda each: replace(each, witness=loss, witness_samples=samples))
 
 
 def pruned(known: Known, names: Collection[CheckpointName]) -> Known:

@@ -80,6 +80,10 @@ class Attempt:
             launch=self.launch,
             plan=state.plan,
             committed_step=state.committed_step,
+            resume_step=max(
+                (each.name.step for each in state.known if state.refusal(each.name) is None),
+                default=None,
+            ),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
         self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes))

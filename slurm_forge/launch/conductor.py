@@ -229,7 +229,7 @@ class Conductor:
         self._check_deadline(now)
         self._check_parting()
         if self._undisturbed():
-            if self._pace.due(now) and self._may_save():
+            if self._may_save() and self._pace.due(now):
                 self._ask_save("every_minutes")
             measured = self._judge.look(now)
             if measured is not None:

@@ -23,6 +23,7 @@ class SavePace:
         self._every_s = _seconds(timing.save_every)
         self._next = now + self._every_s
         self._failed = 0
+        self._count_from = now
 
     def due(self, now: float) -> bool:
         """Whether a save is due; if so, the next one is an interval away."""
@@ -33,7 +34,7 @@ class SavePace:
 
     def committed(self, now: float, *, blocked: timedelta, durable: timedelta) -> None:
         """A checkpoint is on disk, whoever asked for it; its cost says how often to save."""
-        self._failed = 0
+        self._failed, self._count_from = 0, now
         if self._between is None:
             return
         every = best_interval(blocked=blocked, durable=durable, between=self._between)
@@ -41,9 +42,15 @@ class SavePace:
         self._next = now + self._every_s
 
     def not_committed(self, now: float) -> int | None:
-        """A save came to nothing and is tried again soon; how many in a row once that is enough."""
+        """A save came to nothing and is tried again soon; how many in a row once that is enough.
+
+        Saves that fail before that time, because the job wants one every few steps, do not count.
+        """
+        if now < self._count_from:
+            return None
         self._failed += 1
-        self._next = min(self._next, now + _TRY_AGAIN_S * 2 ** (self._failed - 1))
+        self._count_from = now + _TRY_AGAIN_S * 2 ** (self._failed - 1)
+        self._next = min(self._next, self._count_from)
         return self._failed if self._failed >= _MOST_FAILED else None
 
 

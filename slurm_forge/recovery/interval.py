@@ -6,10 +6,10 @@ Both are measured: the time that a save holds training up, and how often the run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from datetime import timedelta
 
-from slurm_forge.journal.state import RunState
+from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["FIRST", "best_interval", "mean_time_between", "measured_interval", "seen_between"]
@@ -22,8 +22,8 @@ _LEAST = timedelta(minutes=1)
 _MOST = timedelta(minutes=60)
 #: A save is over, and its disk at rest for a while, before the next one begins.
 _REST = 4.0
-#: Ends that somebody wanted: they say nothing about how long the run will be left alone.
-_WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
+#: Ends that somebody wanted, or that are known long before: a save comes in time.
+_COSTS_NOTHING = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED, Cause.TIME_LIMIT})
 
 
 def best_interval(*, blocked: timedelta, durable: timedelta, between: timedelta) -> timedelta:
@@ -46,12 +46,21 @@ def mean_time_between(running: timedelta, interruptions: int) -> timedelta:
 def seen_between(state: RunState, *, now: float) -> timedelta:
     """The mean time between interruptions that the journal of a run has seen."""
     running = timedelta(seconds=sum(_lasted(state, now)))
-    interruptions = sum(
-        incident.cause not in _WANTED
-        for attempt in state.attempts
-        for _, incident in attempt.incidents
+    return mean_time_between(
+        running,
+        sum(map(_interruptions, state.attempts[:-1]))
+        + sum(_incidents(attempt) for attempt in state.attempts[-1:]),
     )
-    return mean_time_between(running, interruptions)
+
+
+def _interruptions(attempt: AttemptState) -> int:
+    """An attempt that ended without a word was interrupted, too."""
+    silent = attempt.ended is None and not attempt.incidents
+    return 1 if silent else _incidents(attempt)
+
+
+def _incidents(attempt: AttemptState) -> int:
+    return sum(incident.cause not in _COSTS_NOTHING for _, incident in attempt.incidents)
 
 
 def measured_interval(state: RunState, *, now: float) -> timedelta:
@@ -66,6 +75,9 @@ def measured_interval(state: RunState, *, now: float) -> timedelta:
     )
 
 
-def _lasted(state: RunState, now: float) -> Iterable[float]:
-    for attempt in state.attempts:
-        yield max(0.0, (now if attempt.ended is None else attempt.ended) - attempt.started)
+def _lasted(state: RunState, now: float) -> Iterator[float]:
+    later = [*(attempt.started for attempt in state.attempts[1:]), now][: len(state.attempts)]
+    for attempt, next_began in zip(state.attempts, later, strict=True):
+        # One whose end nobody wrote down did not run for longer than until the next one began.
+        ended = next_began if attempt.ended is None else attempt.ended
+        yield max(0.0, ended - attempt.started)

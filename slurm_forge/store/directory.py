@@ -171,12 +171,12 @@ class CheckpointStore:
         """Delete checkpoints that are not to be kept, and what earlier deletions left.
 
         Kept in any case: the newest, and the two newest whose manifest and sizes are right; while
-        fewer than two are, nothing is deleted.  ``fence`` is asked before each deletion and may
-        raise.  ``current`` is (attempt, launch) of the caller: stages of lower ones, whose writers
-        are gone or fenced, are deleted too.  ``distrusted`` were read and found damaged: sizes and
-        manifests tell nothing of that, and without them here a damaged one of a higher step would
-        push out the good ones.  ``suspect`` are whole and not to be resumed from: they fill no
-        place either, and may go.  Everything else that goes wrong is only reported.
+        fewer than two are, nothing is deleted but suspect ones.  ``fence`` is asked before each
+        deletion and may raise.  ``current`` is (attempt, launch) of the caller: stages of lower
+        ones, whose writers are gone or fenced, are deleted too.  ``distrusted`` were read and found
+        damaged: sizes and manifests tell nothing of that, and without them here a damaged one of a
+        higher step would push out the good ones.  ``suspect`` are whole and not to be resumed from:
+        they fill no place either, and may go.  Everything else that goes wrong is only reported.
         """
         # What was found damaged counts for nothing, whatever its step; it stays for a person.
         names = [name for name in self.candidates() if name not in distrusted]
@@ -193,7 +193,8 @@ class CheckpointStore:
                 verified += 1
         problems: list[str] = []
         removed: list[CheckpointName] = []
-        doomed = [] if verified < _LEAST_VERIFIED else [n for n in names if n not in protected]
+        enough = verified >= _LEAST_VERIFIED
+        doomed = [n for n in names if n not in protected and (enough or n in suspect)]
         for name in reversed(doomed):
             fence()
             try:

@@ -59,6 +59,10 @@ class Comparing:
         self._data: dict[str, DataVersion] = {}
         self._structure: Structure | None = None
         self._about: dict[str, Json] | None = None
+        self._manifest: Manifest | None = None
+        self._told: list[str] = []
+        #: On rank 0: whether anything differs that a loss may follow from.
+        self.changed = False
 
     def know(self, facts: Fingerprint) -> None:
         """Facts that the program brings along: what its samples follow from."""
@@ -74,7 +78,8 @@ class Comparing:
         if self._journal is None:
             return
         registry = self._registry
-        self._structure = Structure.of(registry.models, registry.optimizers, registry.others)
+        with contextlib.suppress(Exception):  # what can't be described is not compared
+            self._structure = Structure.of(registry.models, registry.optimizers, registry.others)
         self._facts |= job_facts(self._spec) | environment.collect(
             device=self._device, folder=self._folder, variables=self._variables
         )
@@ -97,11 +102,17 @@ class Comparing:
 
         MismatchError on all ranks where the job refuses to go on like that.
         """
+        self._manifest = manifest
         told: dict[str, Any] = self._ranks.agree(
             None, None, lambda _: self._compared(manifest), doing="Comparing with the checkpoint"
         )
         if told:
             raise MismatchError(told["refused"], next_step=told["next_step"])
+
+    def compare_again(self) -> None:
+        """As ``compare``, for facts that came after it (``run.restore`` before ``run.batches``)."""
+        if self._manifest is not None:
+            self.compare(self._manifest)
 
     def misfit(self, error: CheckpointError, store: CheckpointStore) -> CheckpointError:
         """Why a checkpoint does not fit what is registered, where that is the reason.  Collective.
@@ -114,7 +125,7 @@ class Comparing:
         if not lines:
             return error
         return MismatchError(
-            "the checkpoint does not fit what is registered: " + "; ".join(lines),
+            f"the checkpoint does not fit what is registered: {'; '.join(lines)} ({error.message})",
             next_step="Build and register everything as it was when it was written, or begin a "
             "new run under another name.",
         )
@@ -127,14 +138,16 @@ class Comparing:
         )
         reason = refused(found)
         lines = [*map(str, found), *self._structure_lines(about), *self._data_lines(about)]
-        if lines and self._journal is not None:
-            self._journal.write(
-                ResumeCompared(
-                    checkpoint=str(manifest.name),
-                    differences=tuple(lines[:_MOST_LINES]),
-                    refused=reason is not None,
-                )
+        self.changed = bool(lines)
+        if lines and lines != self._told and self._journal is not None:
+            self._told = lines
+            event = ResumeCompared(
+                checkpoint=str(manifest.name),
+                differences=tuple(lines[:_MOST_LINES]),
+                refused=reason is not None,
             )
+            with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+                self._journal.write(event)
         if reason is None:
             return {}
         return {

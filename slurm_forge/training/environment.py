@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
-from slurm_forge.slurm.process import Runner, run_command
+from slurm_forge.slurm.process import Completed, Runner, run_command
 
 __all__ = ["code_facts", "collect", "driver_version", "installed_packages", "variable_facts"]
 
@@ -41,6 +41,19 @@ _VARIABLES = re.compile(
 #: Another on every node or of every attempt, without effect on results; or by mistake a secret.
 _PRIVATE = re.compile(r"NCCL_(DEBUG|COMM_ID|HOSTID|.*_FILE|.*IFNAME)|.*(TOKEN|SECRET|PASSW|KEY)")
 _GIT_WITHIN = timedelta(seconds=3)
+#: What a repository's configuration could have run, or changed, by a question of ours.
+_OFF = (
+    "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null",
+    "-c", "diff.autoRefreshIndex=false",  # the index is somebody else's business
+)  # fmt: skip
+#: Of a driver's commands only these are run by a diff (smudge: where files are written).
+_FILTERS = r"^filter\..*\.(clean|process)$"
+#: With whole hashes in it, a changed binary file counts as well.  Work trees of submodules have
+#: configurations of their own, so git is kept out of them.
+_DIFF = (
+    "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short",
+    "--ignore-submodules=dirty",
+)  # fmt: skip
 _DEEPEST = 64
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -101,8 +114,9 @@ def variable_facts(variables: Mapping[str, str]) -> Fingerprint:
 def code_facts(folder: Path, variables: Mapping[str, str], run: Runner) -> Fingerprint:
     """Revision of the git work tree around ``folder``, and a hash of what was changed on top.
 
-    Files that git does not track are not part of it.  Only where the work tree is our own: git
-    runs what the configuration of a repository says.
+    Files that git does not track are not part of it, nor is what was changed inside of submodules.
+    Only where the work tree is our own; and no command that its configuration names is run, so
+    that a copied repository can do nothing here.
     """
     root = _work_tree(folder)
     if root is None:
@@ -110,29 +124,44 @@ def code_facts(folder: Path, variables: Mapping[str, str], run: Runner) -> Finge
     environment = {
         "PATH": variables.get("PATH", os.defpath),
         "LC_ALL": "C",
-        "GIT_OPTIONAL_LOCKS": "0",  # the index is somebody else's business
+        "GIT_OPTIONAL_LOCKS": "0",
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_CONFIG_GLOBAL": os.devnull,
+        # Nothing is fetched for a diff; git before 2.44 only knows the second one.
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_ALLOW_PROTOCOL": "",
     }
-    git = ["git", "-C", str(root), "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
+    git = ["git", "--no-pager", "-C", str(root), *_OFF]
 
-    def ask(*words: str) -> str | None:
+    def ask(*words: str) -> Completed | None:
         with contextlib.suppress(OSError, ValueError):  # no git here
-            answer = run([*git, *words], _GIT_WITHIN, environment)
-            return answer.stdout if answer.returncode == 0 else None
+            return run([*git, *words], _GIT_WITHIN, environment)
         return None
 
-    revision = (ask("rev-parse", "--verify", "HEAD") or "").strip()
+    answer = ask("rev-parse", "--verify", "HEAD")
+    revision = answer.stdout.strip() if answer is not None and answer.returncode == 0 else ""
     if not re.fullmatch(r"[0-9a-f]{40,64}", revision):
         return Fingerprint()
     facts = {"code.revision": revision}
-    # With whole hashes in it, a changed binary file counts as well.
-    diff = ask("diff", "HEAD", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv")
-    if diff is not None:
-        digest = hashlib.sha256(diff.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        facts["code.changes"] = digest if diff else "none"
+    filters = _without_filters(ask("config", "--name-only", "--null", "--get-regexp", _FILTERS))
+    diff = None if filters is None else ask(*filters, "diff", "HEAD", *_DIFF)
+    if diff is not None and diff.returncode == 0:
+        digest = hashlib.sha256(diff.stdout.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        facts["code.changes"] = digest if diff.stdout else "none"
     return Fingerprint(facts)
+
+
+def _without_filters(answer: Completed | None) -> list[str] | None:
+    """Options of git that turn off the filters it answered with; None where that can't be had."""
+    if answer is None or answer.returncode not in (0, 1):  # 1: there are none
+        return None
+    names = {name.rpartition(".")[0] for name in answer.stdout.split("\0") if name}
+    # An option can't name what has a "=" in it; "\\" may stand for a byte that is no text.
+    if any("=" in name or "\\" in name for name in names):
+        return None
+    off = ("clean=", "process=", "required=false")
+    return [word for name in sorted(names) for each in off for word in ("-c", f"{name}.{each}")]
 
 
 def _versions(device: torch.device) -> dict[str, Callable[[], object]]:

@@ -21,7 +21,8 @@ __all__ = ["FirstSteps"]
 class FirstSteps:
     """On rank 0 only.  ``note`` is called after every step, ``look`` when nobody is held up by it.
 
-    ``witness`` is called with a step and the loss of the first micro-batch behind it, ``told`` with
+    ``witness`` is called with a step, the loss of the first micro-batch behind it and the number of
+    samples in that, ``told`` with
     what is strange about the first steps after a resume, ``wrong`` where both are: that loss is
     another, and the steps behind it lie off too, so that what was loaded is not what was saved.
     """
@@ -31,7 +32,7 @@ class FirstSteps:
         trail: LossTrail,
         *,
         exactness: str,
-        witness: Callable[[int, float], None],
+        witness: Callable[[int, float, int], None],
         told: Callable[[str], None],
         wrong: Callable[[str], None],
     ) -> None:
@@ -42,7 +43,7 @@ class FirstSteps:
         self._wrong = wrong
         self._saved_at: int | None = None
         #: First losses behind checkpoints, not read from the device yet.
-        self._losses: dict[int, torch.Tensor] = {}
+        self._losses: dict[int, tuple[torch.Tensor, int]] = {}
         self._resumed_at: int | None = None
         self._expected: float | None = None
         self._another = ""
@@ -57,18 +58,18 @@ class FirstSteps:
         """A save of this step has been begun: the next micro-batch is its witness."""
         self._saved_at = step
 
-    def note(self, step: int, first_loss: torch.Tensor | None) -> None:
+    def note(self, step: int, first_loss: torch.Tensor | None, samples: int) -> None:
         """``step`` steps are done now; ``first_loss`` is that of the last one's first micro-batch.
 
-        Nothing is waited for.
+        ``samples`` is how many were in it.  Nothing is waited for.
         """
         before = step - 1
         if first_loss is not None and before in (self._saved_at, self._resumed_at):
-            self._losses[before] = first_loss
+            self._losses[before] = (first_loss, samples)
 
     def look(self) -> None:
         """Read what has arrived: at most once per save, and once after a resume.  May wait."""
-        for step, loss in list(self._losses.items()):
+        for step, (loss, samples) in list(self._losses.items()):
             del self._losses[step]
             value = float(loss)
             if step == self._resumed_at and self._expected is not None:
@@ -79,8 +80,9 @@ class FirstSteps:
                         f"had {expected:.7g} when the checkpoint was written"
                     )
                     self._told(self._another)
-            if step == self._saved_at:
-                self._witness(step, value)
+            # A checkpoint that a stop has written gets its witness from the first resume.
+            if step in (self._saved_at, self._resumed_at):
+                self._witness(step, value, samples)
         seen = self._trail.noted - self._noted_before
         if self._resumed_at is not None and seen >= STEPS_WATCHED:
             losses = values(self._trail.snapshot())

@@ -174,7 +174,9 @@ class Run:
         if name is not None:
             keeping = self._saver.keeping
             if self._first_steps is not None and keeping is not None:
-                expected = keeping.witness_of(name) if exact else None
+                expected = keeping.witness_of(name, self._micro_batch)
+                if not exact or self._comparing.changed:
+                    expected = None
                 self._first_steps.resumed(self._progress.step, expected=expected)
             self._hooks.call("on_resume", step=self._progress.step)
         self._hooks.call("on_train_begin", step=self._progress.step)
@@ -206,6 +208,8 @@ class Run:
                 seed=self._context.spec.seed, global_batch=global_batch_size, samples=len(dataset)
             )
         )
+        if self._restored:
+            self._comparing.compare_again()
         self._until = total = until.steps(len(dataset), global_batch_size)
         self.restore()
         require_same(
@@ -284,7 +288,7 @@ class Run:
             self._saves.random = None
         if name == "eval":
             self._hooks.call("on_eval_end", step=self._progress.step)
-            self._saves.evaluated(self._telling.latest)
+            self._saves.evaluated(self._telling.of_this_step())
 
     def due(self, name: str, *, every: int) -> bool:
         """Whether phase ``name`` is to run now: every so many steps, and again if it was cut off.

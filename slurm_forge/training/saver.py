@@ -32,6 +32,7 @@ from slurm_forge.training import rng
 from slurm_forge.training.comparing import Comparing
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.keeping import Keeping
+from slurm_forge.training.people import PeopleHeard
 from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.trail import LossTrail, doubtful, values
@@ -61,6 +62,8 @@ class Saver:
         self._context = context
         self._comparing = comparing
         self._group = group
+        parted = group is None or background is not None
+        self._background = context.spec.checkpoint.background and parted
         self._trail = trail
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
         self._writer = CheckpointWriter(self._store, group=group, background=background)
@@ -77,6 +80,8 @@ class Saver:
                 fence=context.fence,
                 seconds_left=lambda: member.seconds_left,
                 tell=member.send,
+                losses_doubtful=lambda: bool(doubtful(values(trail.snapshot()))),
+                people=PeopleHeard(context.directory).known,
             )
         )
         #: On rank 0: what was there when this launch resumed, the newest.
@@ -117,7 +122,12 @@ class Saver:
         unstable = _instability(registry, progress)
 
         def doubts() -> Sequence[str]:
-            return (*unstable, *doubtful(values(losses)))
+            seen = values(losses)
+            if self.keeping is not None:
+                return (*unstable, *doubtful(seen))
+            # What is far off is for one rank to say: of many, some always have a strange batch.
+            broken = bool(seen) and not math.isfinite(seen[-1])
+            return (*unstable, *([f"the loss is {seen[-1]}"] if broken else ()))
 
         try:
             self._flight = self._writer.begin(
@@ -209,7 +219,8 @@ class Saver:
             reason=reason,
             size=end.size,
             lasted=timedelta(seconds=seconds),
-            blocked=end.blocked,
+            # Where training waits for the disk, that is what a save costs it.
+            blocked=end.blocked if self._background else timedelta(seconds=seconds),
             findings=end.findings,
             time=time.time(),
         )

@@ -45,6 +45,7 @@ class Saves:
         self._boundaries = boundaries
         self._begun = begun
         self._prepared = False
+        self._stepped = False
         #: The random state of the training, while a phase goes on with one of its own.
         self.random: dict[str, torch.Tensor] | None = None
 
@@ -55,19 +56,26 @@ class Saves:
         if stepped and self._saver.keeping is not None:
             healthy = self._progress.skipped_in_a_row == 0
             self._saver.keeping.stepped(self._progress.step, healthy=healthy)
-        if stepped and not self._prepared:
-            # After the first step, because optimizers have no state before it.
-            self._prepared = True
-            with self._saving():
-                self._saver.prepare(self._registry, self._progress, rng.capture())
+        self._stepped = stepped
+        if stepped:
+            self._prepare()
         every, step = self._asked.every_steps, self._progress.step
         if every is not None and step > 0 and step % every == 0 and self._saver.begun != step:
             self.save("every_steps")
+
+    def _prepare(self) -> None:
+        """After the first step (optimizers have no state before it), and before any save."""
+        if self._prepared:
+            return
+        self._prepared = self._stepped
+        with self._saving():
+            self._saver.prepare(self._registry, self._progress, rng.capture())
 
     def save(self, reason: str, *, wait: bool = False) -> None:
         """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
         self.settle()
         self._skips.read_all()
+        self._prepare()
         random = rng.capture() if self.random is None else self.random
         wait = wait or not self._asked.background
         with self._saving():

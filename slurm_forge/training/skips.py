@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -89,14 +90,15 @@ class Skips:
         progress.skipped += 1
         progress.skipped_in_a_row += 1
         if self._journal is not None:
-            self._journal.write(
-                StepSkipped(
-                    step=what.step,
-                    first_sample=what.first_sample,
-                    samples=what.samples,
-                    consecutive=progress.skipped_in_a_row,
+            with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+                self._journal.write(
+                    StepSkipped(
+                        step=what.step,
+                        first_sample=what.first_sample,
+                        samples=what.samples,
+                        consecutive=progress.skipped_in_a_row,
+                    )
                 )
-            )
         if unprotected:
             # The update was skipped, and yet the model is not what it was.
             names = ", ".join(unprotected[:3])

@@ -87,7 +87,8 @@ class Stepping:
         if step.has_loss:
             self._trail.note(step.mean_loss())
         if self._first_steps is not None:
-            self._first_steps.note(progress.step, step.first_loss)
+            samples = step.batch.micro_sizes[0] if step.batch.micro_sizes else 0
+            self._first_steps.note(progress.step, step.first_loss, samples)
         self._skips.taken(
             step.applied,
             StepSkipped(

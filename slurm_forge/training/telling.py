@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
+
+import torch
 
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Logged
@@ -24,14 +27,21 @@ class Telling:
         self._journal = journal
         self._progress = progress
         self._values: dict[str, Any] = {}
-        #: The newest of each name that was ever logged.
-        self.latest: dict[str, Any] = {}
+        self._latest: dict[str, tuple[int, Any]] = {}
         self._next = 0.0
 
     def remember(self, values: dict[str, Any]) -> None:
         """Keep figures (numbers, or tensors of one element) until they are written."""
         self._values.update(values)
-        self.latest.update(values)
+        step = self._progress.step
+        for name, value in values.items():
+            kept = value.detach() if isinstance(value, torch.Tensor) else value
+            self._latest[name] = (step, kept)
+
+    def of_this_step(self) -> dict[str, Any]:
+        """What was logged since the last step ended."""
+        step = self._progress.step
+        return {name: value for name, (at, value) in self._latest.items() if at == step}
 
     def write(self, *, now: bool = False) -> bool:
         """Write progress and what was remembered, if it is time or ``now``; whether it was."""
@@ -39,10 +49,16 @@ class Telling:
             return False
         self._next = time.monotonic() + _EVERY_S
         progress = self._progress
-        self._journal.write(ProgressSeen(step=progress.step, consumed=progress.consumed))
+        self._write(ProgressSeen(step=progress.step, consumed=progress.consumed))
         values = {name: float(value) for name, value in self._values.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if finite:
-            self._journal.write(Logged(step=progress.step, values=finite))
+            self._write(Logged(step=progress.step, values=finite))
         self._values.clear()
         return True
+
+    def _write(self, event: ProgressSeen | Logged) -> None:
+        # A full disk must not end a training that could go on until there is room again.
+        if self._journal is not None:
+            with contextlib.suppress(OSError):
+                self._journal.write(event)

@@ -14,6 +14,10 @@ __all__ = ["LENGTH", "LossTrail", "doubtful", "values"]
 LENGTH = 64
 #: Fewer say nothing about what is usual.
 _LEAST = 8
+#: So many losses in a row have to be far off.
+_RECENT = 3
+#: Above everything that was usual by this factor, a single one is enough.
+_ABSURD = 1e4
 #: How many deviations from the median no loss of a healthy training is.
 _FAR = 20.0
 _NORMAL = 1.4826  # a median deviation times this is a standard deviation, of normal noise
@@ -29,7 +33,7 @@ class LossTrail:
 
     def note(self, loss: torch.Tensor) -> None:
         """The loss of one more step; nothing is waited for."""
-        self._ring[self._noted % LENGTH].copy_(loss, non_blocking=True)
+        self._ring[self._noted % LENGTH].copy_(loss.reshape(()), non_blocking=True)
         self._noted += 1
 
     def tensor(self) -> torch.Tensor:
@@ -62,21 +66,25 @@ def values(ring: torch.Tensor) -> list[float]:
 
 
 def doubtful(losses: Sequence[float]) -> tuple[str, ...]:
-    """Why a state that came out of a step with the last of these losses is not to be trusted."""
+    """Why a state that came out of steps with the last of these losses is not to be trusted.
+
+    One strange batch is no reason: the last few have to lie far off, and above all that was usual.
+    """
     if not losses:
         return ()
-    last = losses[-1]
-    if not math.isfinite(last):
-        return (f"the loss is {last}",)
-    usual = [loss for loss in losses[:-1] if math.isfinite(loss)]
-    if len(usual) < _LEAST:
+    if not math.isfinite(losses[-1]):
+        return (f"the loss is {losses[-1]}",)
+    recent = losses[-_RECENT:]
+    usual = [loss for loss in losses[:-_RECENT] if math.isfinite(loss)]
+    if len(usual) < _LEAST or not all(map(math.isfinite, recent)):
         return ()
-    middle = statistics.median(usual)
+    middle, highest = statistics.median(usual), max(abs(loss) for loss in usual)
     spread = _NORMAL * statistics.median(abs(loss - middle) for loss in usual)
-    if last - middle > _FAR * max(spread, 0.01 * abs(middle)):
-        return (
-            f"the loss is {last:.4g}, and was {middle:.4g} in the middle of {len(usual)} steps",
-        )
+    far = middle + _FAR * max(spread, 0.01 * abs(middle))
+    off = all(loss > max(far, 2.0 * highest) for loss in recent)
+    if off or 0.0 < _ABSURD * highest < losses[-1]:
+        text = f"the loss is {losses[-1]:.4g}"
+        return (f"{text}, its median over {len(usual)} steps was {middle:.4g}",)
     return ()
 
 

@@ -255,7 +255,7 @@ class _Rank:
                 tracker_variables(
                     name=spec.name,
                     directory=self._directory.path,
-                    step=brief.committed_step,
+                    step=brief.resume_step,
                     first=first,
                     given=self._variables,
                 )

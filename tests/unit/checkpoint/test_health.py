@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from slurm_forge.checkpoint.health import infinite_by_design, unhealthy
+from slurm_forge.checkpoint.health import NotFinite, infinite_by_design, unhealthy
+from slurm_forge.checkpoint.save import CheckpointWriter
+from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.store.identity import CheckpointName
+from tests.unit.checkpoint.helpers import no_fence, open_store
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
@@ -49,13 +56,57 @@ def test_complex_numbers_integers_and_nothing_at_all() -> None:
 
 def test_a_mask_of_infinities_is_meant_and_nan_in_it_is_not() -> None:
     mask = torch.full((4, 4), float("-inf")).triu(1)
-    broken = torch.tensor([float("nan")])
-    tensors = [("models/m/mask", mask), ("models/m/b", broken), ("models/m/c", torch.ones(2))]
-    allowed = infinite_by_design(tensors)
-    assert allowed == {"models/m/mask"}
+    allowed = infinite_by_design([("models/m/mask", mask), ("models/m/c", torch.ones(2))])
+    assert allowed == {"models/m/mask": NotFinite.INFINITY}
     assert unhealthy([("models/m/mask", mask)], allowed=allowed) == ()
     mask[0, 0] = float("nan")
     assert unhealthy([("models/m/mask", mask)], allowed=allowed) == ("NaN in models/m/mask",)
+
+
+def test_a_buffer_that_nobody_has_written_to_may_hold_anything() -> None:
+    buffer = torch.tensor([1.0, float("nan")])
+    allowed = infinite_by_design([("models/m/scratch", buffer)])
+    assert allowed == {"models/m/scratch": NotFinite.NAN}
+    assert unhealthy([("models/m/scratch", buffer)], allowed=allowed) == ()
+    buffer[1] = float("inf")
+    assert unhealthy([("models/m/scratch", buffer)], allowed=allowed) == ()
+    assert found(buffer, allowed=allowed) == ("infinity in models/m/w",)
+
+
+class Masked(nn.Module):
+    """A weight, a mask that is a frozen parameter, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        mask = torch.full((3, 3), float("-inf")).triu(1)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.register_buffer("scratch", torch.tensor([float("nan"), 1.0]))
+
+
+def test_what_is_there_from_the_start_is_meant_unless_it_is_learned(tmp_path: Path) -> None:
+    net, writer = Masked(), CheckpointWriter(open_store(tmp_path), group=None)
+    adam = torch.optim.Adam([net.weight])
+    net.weight.sum().backward()
+    adam.step()
+    state = TrainingState(models={"net": net}, optimizers={"adam": adam})
+
+    def findings(step: int) -> tuple[str, ...]:
+        name = CheckpointName.new(step=step, attempt=1, launch=1)
+        flight = writer.begin(state, name=name, reason="test", fence=no_fence)
+        return flight.result().findings
+
+    with torch.no_grad():
+        net.weight[0] = float("nan")
+        adam.state[net.weight]["exp_avg"][0] = float("nan")
+        learned = ("NaN in models/net/weight", "NaN in optimizers/adam/state/net/weight/exp_avg")
+        assert findings(1) == learned
+        net.mask[0, 0] = float("nan")
+        assert findings(2) == ("NaN in models/net/weight", "NaN in models/net/mask", learned[1])
+
+
+def test_types_that_torch_can_not_read_as_numbers_are_left_alone() -> None:
+    assert found(torch.full((4,), 255, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)) == ()
 
 
 def test_figures_about_the_training_may_hold_anything_and_long_lists_are_cut() -> None:

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slurm_forge.checkpoint import state as state_module
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.plan import Planner
+from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.errors import CheckpointError
+from slurm_forge.store.identity import CheckpointName
+from tests.unit.checkpoint.helpers import no_fence, open_store
 
 
 class Net(nn.Module):
@@ -21,7 +25,9 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 4)
         self.head.weight = self.body[0].weight  # tied
         self.register_buffer("transient", torch.zeros(3), persistent=False)
+        self.register_buffer("lasting", torch.ones(3))
         self.register_parameter("nothing", None)
+        self.left, self.right = nn.Linear(2, 2), None
 
 
 class Average:
@@ -41,13 +47,14 @@ class Training:
     def __init__(self):
         torch.manual_seed(0)
         self.model = Net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=torch.tensor(0.1))
+        trained = [*self.model.body.parameters(), *self.model.head.parameters()]
+        self.optimizer = torch.optim.AdamW(dict.fromkeys(trained), lr=torch.tensor(0.1))
         self.average = Average()
         self.extra = {"step": 1}
         self.step()
 
     def step(self):
-        for parameter in self.model.parameters():
+        for parameter in self.optimizer.param_groups[0]["params"]:
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -64,7 +71,7 @@ class Training:
 
 
 def same(one, other):
-    assert list(one.tensors) == list(other.tensors) or set(one.tensors) == set(other.tensors)
+    assert list(one.tensors) == list(other.tensors)  # a plan holds for one order only
     for key, tensor in other.tensors.items():
         mine = one.tensors[key]
         assert mine.dtype == tensor.dtype
@@ -173,11 +180,47 @@ def optimizer_loaded(t):
     t.optimizer.load_state_dict(t.optimizer.state_dict())
 
 
+def child_under_another_name(t):
+    t.model.left, t.model.right = None, t.model.left
+
+
+def other_buffer_is_kept(t):
+    kept = t.model._non_persistent_buffers_set
+    kept.remove("transient")
+    kept.add("lasting")
+
+
+def own_state_dict(t):
+    t.model.state_dict = lambda *_, **__: {"only": t.model.lasting}
+
+
+def own_state_dict_inside(t):
+    real = t.model.head._save_to_state_dict
+    t.model.head._save_to_state_dict = lambda state, prefix, keep: (
+        real(state, prefix, keep), state.pop(prefix + "bias"),
+    )  # fmt: skip
+
+
+def own_state_dict_of_the_optimizer(t):
+    real = t.optimizer.state_dict
+    t.optimizer.state_dict = lambda: {**real(), "more": 5}
+
+
+def number_beside_the_parameters(t):
+    t.optimizer.state["glob"] = 3
+
+
+def state_beside_the_parameters(t):
+    t.optimizer.state["glob"] = {"n": 1}
+
+
 CHANGES = [
     nothing, another_step, other_extra, other_rate, rate_as_number, other_betas, other_average,
     more_average, other_data, other_shape, other_buffer, more_buffers, kept_buffer, renamed,
     swapped, untied, state_gone, state_replaced, number_in_state, hooked, state_in_other_order,
-    number_for_tensor, entry_renamed, optimizer_loaded,
+    number_for_tensor, entry_renamed, optimizer_loaded, child_under_another_name,
+    other_buffer_is_kept, own_state_dict, own_state_dict_inside, own_state_dict_of_the_optimizer,
+    number_beside_the_parameters, state_beside_the_parameters,
 ]  # fmt: skip
 
 
@@ -192,16 +235,49 @@ def test_whatever_changed_it_is_as_if_taken_apart_anew(change):
 
 @pytest.mark.parametrize("change", [nothing, another_step, other_extra, other_rate, other_data,
                                     other_average, state_replaced, other_betas])  # fmt: skip
-def test_names_are_not_made_anew_while_they_hold(change, monkeypatch):
+def test_names_are_not_made_anew_and_the_plan_holds_while_they_do(change, monkeypatch):
     training = Training()
-    known = training.state.capture().known
+    first, planner = training.state.capture(), Planner()
+    plan = planner.make(first, Ranks(None))
     change(training)
+    monkeypatch.setattr(TrainingState, "_anew", lambda *_: pytest.fail("taken apart anew"))
+    assert planner.known(training.state.capture(first.known)) == plan.number
 
-    def never(*_):
-        pytest.fail("taken apart anew")
 
-    monkeypatch.setattr(state_module, "capture_model", never)
-    training.state.capture(known)
+def test_a_writer_takes_apart_and_plans_once(tmp_path, monkeypatch):
+    training, writer = Training(), CheckpointWriter(open_store(tmp_path), group=None)
+
+    def save(step):
+        name = CheckpointName.new(step=step, attempt=1, launch=1)
+        return writer.begin(training.state, name=name, reason="test", fence=no_fence).result()
+
+    save(1)
+    monkeypatch.setattr(TrainingState, "_anew", lambda *_: pytest.fail("taken apart anew"))
+    monkeypatch.setattr(Planner, "make", lambda *_: pytest.fail("planned anew"))
+    training.step()
+    assert save(2).name.step == 2
+
+
+@pytest.mark.parametrize("value", [3, {"n": 1}, {"n": torch.zeros(2)}], ids=["3", "dict", "tensor"])
+def test_what_an_optimizer_keeps_beside_is_as_it_is_now(value):
+    training = Training()
+    training.optimizer.state["glob"] = value
+    known = training.state.capture().known
+    if isinstance(value, dict):
+        value["n"] = value["n"] + 1
+    else:
+        training.optimizer.state["glob"] = value + 1
+    same(training.state.capture(known), training.state.capture())
+
+
+def test_a_scripted_part_is_taken_apart_anew_each_time():
+    training = Training()
+    training.model.left = torch.jit.script(training.model.left)
+    first = training.state.capture()
+    with torch.no_grad():
+        training.model.left.weight.fill_(8.0)
+    again = training.state.capture(first.known)
+    assert torch.equal(again.tensors["models/net/left.weight"], torch.full((2, 2), 8.0))
 
 
 def test_a_parameter_that_the_optimizer_does_not_train_any_more_is_refused_as_ever():

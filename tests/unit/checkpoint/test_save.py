@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from slurm_forge.checkpoint import save as save_module
 from slurm_forge.checkpoint import shardfile
+from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.load import resume
+from slurm_forge.checkpoint.save import CheckpointWriter
+from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.errors import CheckpointError, FencedError
+from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import no_fence, open_store, save, value_of, weights
 
 
@@ -141,3 +148,55 @@ def test_a_save_costs_no_second_read_of_the_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *a: read.append(a) or 0)
     save(open_store(tmp_path), weights(), fence=no_fence)
     assert read == [] and opened
+
+
+def begin(writer, state, step=1, **options):
+    name = CheckpointName.new(step=step, attempt=1, launch=1)
+    return writer.begin(state, name=name, reason="test", fence=no_fence, **options)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", [(Arena, "reserve"), (threading.Thread, "start")])
+def test_nobody_waits_for_a_save_that_was_interrupted_before_it_began(tmp_path, monkeypatch, where):
+    store = open_store(tmp_path)
+    writer = CheckpointWriter(store, group=None)
+    begin(writer, weights(1.0, size=10)).result()
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            begin(writer, weights(2.0, size=20), step=2)
+    again = threading.Thread(
+        target=lambda: begin(writer, weights(3.0, size=20), step=3).result(), daemon=True
+    )
+    again.start()
+    again.join(10.0)
+    assert {name.step for name in store.candidates()} == {1, 3}
+
+
+def test_a_first_look_that_fails_is_a_failed_save_that_leaves_nothing(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    writer = CheckpointWriter(store, group=None)
+
+    def fail(tensors):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, "infinite_by_design", fail)
+        with pytest.raises(CheckpointError, match="out of memory"):
+            writer.prepare(weights())
+        with pytest.raises(CheckpointError, match="out of memory"):
+            begin(writer, weights())
+    assert list(store.directory.iterdir()) == []
+    begin(writer, weights()).result()
+
+
+def test_the_size_that_is_asked_for_is_at_most_a_little_more_than_what_is_written(tmp_path):
+    asked = []
+    writer = CheckpointWriter(open_store(tmp_path), group=None)
+    rng = {"rng/rank-0/torch": torch.get_rng_state()}
+    state = TrainingState(models=weights(size=100_000).models, rng=rng)
+    sizes = [begin(writer, state, step=n, permit=asked.append).result().size for n in (1, 2)]
+    assert all(0.9 * size < found < 1.1 * size for size, found in zip(sizes, asked, strict=True))

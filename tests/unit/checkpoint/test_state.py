@@ -366,6 +366,13 @@ def lone_optimizer():
     return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
 
 
+def entry_named(name):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight][name] = torch.zeros(2)
+    return TrainingState(models={"m": module}, optimizers={"o": optimizer})
+
+
 REFUSED = {
     "lambda": (TrainingState(objects={"o": Holding(print)}), "objects/o/inner/0"),
     "sparse": (
@@ -374,6 +381,7 @@ REFUSED = {
     "meta": (TrainingState(models={"m": nn.Linear(2, 2, device="meta")}), "models/m/weight"),
     "extra": (TrainingState(extra={"a": {"b": object()}}), "extra/a/b"),
     "tensor in extra": (TrainingState(extra={"a": torch.zeros(1)}), "extra/a"),
+    "entry without a name": (entry_named(3), "optimizers/o/state/m/weight: a tensor is kept under"),
     "lone parameter": (TrainingState(optimizers={"opt": lone_optimizer()}), "no registered model"),
 }  # fmt: skip
 
@@ -408,3 +416,17 @@ def test_compiled_and_checkpointed_wrappers_leave_no_trace(tmp_path):
     save(
         open_store(tmp_path), TrainingState(models={"m": compiled}, optimizers={"o": new_optimizer})
     )
+
+
+def test_a_wrapped_layer_that_is_held_twice_leaves_no_trace_under_either_name(tmp_path):
+    old, new = nn.Module(), nn.Module()
+    old.a = old.b = torch.compile(nn.Linear(2, 2))
+    new.a = new.b = nn.Linear(2, 2)
+    state = TrainingState(models={"m": old})
+    assert list(state.capture().tensors) == [
+        f"models/m/{name}" for name in ("a.weight", "a.bias", "b.weight", "b.bias")
+    ]
+    through_disk(tmp_path, state, TrainingState(models={"m": new}))
+    assert bitwise(new.b.weight, old.b._orig_mod.weight)
+    same_names = state.capture(state.capture().known).tensors
+    assert list(same_names) == list(state.capture().tensors)

@@ -223,6 +223,16 @@ def test_a_budget_is_charged_per_cause_and_rung() -> None:
     assert [state.times(cause, rung) for cause, rung in uses] == [2, 1, 1, 0]
 
 
+def test_a_commit_that_will_not_be_resumed_from_frees_no_budget() -> None:
+    story = Story().start().progress(100)
+    story.decide(Action.RELAUNCH, cause=Cause.CRASH, rung=0)
+    suspect = ev.CheckpointCommitted(
+        name=story.name(150), step=150, reason="", seconds=1, size=1, findings=("NaN",)
+    )
+    assert story.tell(suspect, "rank0").state().times(Cause.CRASH, 0) == 1
+    assert story.commit(151).state().times(Cause.CRASH, 0) == 0
+
+
 def test_only_a_commit_past_the_old_high_water_step_frees_a_budget() -> None:
     story = Story().start().progress(100).decide(Action.RELAUNCH)
     for step in (50, 99, 100):

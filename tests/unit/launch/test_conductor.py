@@ -22,6 +22,7 @@ from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.launch import conductor as conductor_module
+from slurm_forge.launch import pace as pace_module
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.timing import Timing
@@ -557,12 +558,20 @@ def test_ranks_are_told_how_long_they_have_and_told_again_when_it_changes(stage:
     stage.end()
 
 
-def test_saves_that_come_to_nothing_again_and_again_end_the_launch(stage: Stage) -> None:
+def test_saves_that_come_to_nothing_again_and_again_end_the_launch(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace_module, "_TRY_AGAIN_S", 0.05)
+
     def script(rank: Rank) -> None:
         rank.train(1, stop=False)
         if rank.number == 0:
             for step in range(8):
+                began = stage.clock()
                 rank.member.send(p.NotCommitted(step=step, reason="no room"))
+                # One that fails before it was to be tried again does not count.
+                rank.member.send(p.NotCommitted(step=step, reason="no room"))
+                until(lambda b=began, n=step: stage.clock() > b + 0.06 * 2**n, "the next try")
         rank.stay.wait(WITHIN_S)
 
     stage.script = script

@@ -60,6 +60,11 @@ def test_a_failed_save_is_tried_again_soon_and_not_for_ever() -> None:
     assert made.not_committed(now) is None
 
 
+def test_saves_every_few_steps_on_a_full_disk_are_not_counted_one_by_one() -> None:
+    made = pace(every=3600)
+    assert [made.not_committed(now / 10) for now in range(300)] == [None] * 300
+
+
 def job(**more: object):
     return job_from_mapping({"name": "x", "entry": "a.b:c", **more})
 

@@ -14,6 +14,7 @@ from slurm_forge.recovery.interval import (
     best_interval,
     mean_time_between,
     measured_interval,
+    seen_between,
 )
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -78,3 +79,13 @@ def test_the_journal_says_what_saving_costs_and_how_often_it_was_needed() -> Non
     assert busy.total_seconds() == pytest.approx(math.sqrt(2 * 0.5 * 864e3 * 1.1 / 11), rel=0.01)
     stopped = state(blocked_s=0.5, causes=(Cause.USER_CANCELLED,) * 10)
     assert measured_interval(stopped, now=0.0) == quiet
+
+
+def test_an_attempt_that_ended_without_a_word_was_an_interruption() -> None:
+    def attempt(number: int, started: float, ended: float | None) -> AttemptState:
+        return AttemptState(number=number, job="1", nodes=(), via="", started=started, ended=ended)
+
+    day = 86400.0
+    silent = RunState(attempts=tuple(attempt(n, n * day, None) for n in range(10)))
+    # Ten days, of which nine attempts ended silently; the last one still runs.
+    assert seen_between(silent, now=10 * day) == (timedelta(days=10) + timedelta(days=1)) / 10

@@ -92,24 +92,169 @@ def test_a_changed_binary_file_counts(repository: Path) -> None:
 
 
 def test_looking_changes_nothing_in_the_repository(repository: Path) -> None:
-    (repository / "train.py").touch()
+    os.utime(repository / "train.py", (1, 1))
     index = (repository / ".git" / "index").read_bytes()
     code(repository)
     assert (repository / ".git" / "index").read_bytes() == index
 
 
-def test_what_a_repository_asks_to_be_run_is_not_run(repository: Path, tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    """What the program ``evil`` beside it leaves behind."""
     script = tmp_path / "evil"
-    script.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
     script.chmod(0o755)
-    for key in ("core.fsmonitor", "diff.external", "diff.x.textconv", "core.pager"):
-        git(repository, "config", key, str(script))
-    (repository / ".git" / "info" / "attributes").write_text("*.py diff=x\n")
+    return tmp_path / "ran"
+
+
+def plain_git_runs_it(folder: Path, ran: Path) -> bool:
+    """The control: what these tests arm does go off without our care."""
+    words = ["git", "diff", "HEAD"]
+    subprocess.run(words, cwd=folder, check=False, capture_output=True, stdin=subprocess.DEVNULL)
+    found = ran.exists()
+    ran.unlink(missing_ok=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "armed"),
+    [
+        ("filter.f.clean", True),
+        ("filter.f.process", True),
+        ("filter.F oo.Bar.clean", True),
+        ("filter..clean", True),
+        ("core.fsmonitor", True),
+        ("diff.external", True),
+        ("diff.x.textconv", True),
+        ("diff.x.command", True),
+        # Not for a diff into a pipe, nor instead of git's own words; and not by us.
+        ("core.pager", False),
+        ("pager.diff", False),
+        ("alias.diff", False),
+        ("alias.config", False),
+        ("alias.rev-parse", False),
+    ],
+)
+def test_what_a_repository_asks_to_be_run_is_not_run(
+    repository: Path, ran: Path, key: str, armed: bool
+) -> None:
+    script = ran.parent / "evil"
+    if key.startswith("alias"):
+        script = Path(f"!{script}")
+    git(repository, "config", key, str(script))
+    driver = key[len("filter.") : key.rindex(".")] if key.startswith("filter") else "none"
+    git(repository, "config", f"filter.{driver}.required", "true")
+    lines = f'"*.py" diff=x filter={driver.partition(" ")[0]}\n'
+    if " " in driver:  # no attribute can say that; the name is to be turned off all the same
+        armed = False
+    (repository / ".git" / "info" / "attributes").write_text(lines)
     (repository / "train.py").write_text("lr = 2\n")
     ran.unlink(missing_ok=True)
+    assert plain_git_runs_it(repository, ran) == armed
     assert code(repository)["code.changes"] != "none"
     assert not ran.exists()
+
+
+def test_no_hook_of_a_repository_is_run(repository: Path, ran: Path) -> None:
+    git(repository, "config", "core.hooksPath", str(ran.parent / "hooks"))
+    for hooks in (ran.parent / "hooks", repository / ".git" / "hooks"):
+        hooks.mkdir(exist_ok=True)
+        for hook in ("post-index-change", "fsmonitor-watchman", "reference-transaction"):
+            (hooks / hook).symlink_to(ran.parent / "evil")
+    os.utime(repository / "train.py", (1, 1))
+    assert plain_git_runs_it(repository, ran)
+    os.utime(repository / "train.py", (2, 2))
+    assert code(repository)["code.changes"] == "none"
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("driver", [b"a=b", b"\xff"])
+def test_a_filter_that_cannot_be_turned_off_leaves_the_changes_out(
+    repository: Path, ran: Path, driver: bytes
+) -> None:
+    with (repository / ".git" / "config").open("ab") as config:
+        config.write(b'[filter "%s"]\n\tclean = %s\n' % (driver, bytes(ran.parent / "evil")))
+    (repository / ".gitattributes").write_bytes(b"*.py filter=%s\n" % driver)
+    (repository / "train.py").write_text("lr = 2\n")
+    assert plain_git_runs_it(repository, ran)
+    assert set(code(repository)) == {"code.revision"}
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("shown", ["short", "log", "diff"])
+def test_a_submodule_runs_nothing_either(
+    repository: Path, ran: Path, tmp_path: Path, shown: str
+) -> None:
+    git(tmp_path, "clone", "-q", str(repository), "other")
+    git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q",
+        str(tmp_path / "other"), "part")  # fmt: skip
+    git(repository, "commit", "-qm", "with a part")
+    part = repository / "part"
+    assert code(repository)["code.changes"] == "none"
+    inside = repository / ".git" / "modules" / "part"
+    for key in ("filter.f.clean", "filter.f.process", "core.fsmonitor", "diff.external"):
+        git(part, "config", key, str(ran.parent / "evil"))
+    (inside / "info").mkdir(exist_ok=True)
+    (inside / "info" / "attributes").write_text("* filter=f\n")
+    git(repository, "config", "diff.submodule", shown)
+    git(repository, "config", "diff.ignoreSubmodules", "none")
+    (part / "train.py").write_text("lr = 2\n")
+    ran.unlink(missing_ok=True)
+    assert plain_git_runs_it(repository, ran)
+    assert code(repository)["code.changes"] == "none"
+    assert not ran.exists()
+    git(part, "-c", "filter.f.clean=", "-c", "filter.f.process=", "-c", "core.fsmonitor=false",
+        "commit", "-qam", "part")  # fmt: skip
+    (part / "train.py").write_text("lr = 3\n")
+    ran.unlink(missing_ok=True)
+    assert code(repository)["code.changes"] != "none"  # another revision of the part
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("knows", ["", "GIT_NO_LAZY_FETCH", "GIT_ALLOW_PROTOCOL"])
+@pytest.mark.parametrize("url", ["ssh://host/x", "git://host/x", "ext::{evil}", "{other}"])
+def test_nothing_is_fetched_for_what_a_repository_lacks(
+    repository: Path, ran: Path, tmp_path: Path, url: str, knows: str
+) -> None:
+    """Also with a git that only ``knows`` one of the two words for it."""
+    evil = ran.parent / "evil"
+    git(tmp_path, "clone", "-q", "--bare", str(repository), "other")
+    for key, value in {
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": url.format(evil=evil, other=tmp_path / "other"),
+        "remote.origin.uploadpack": str(evil),
+        "core.repositoryFormatVersion": "1",
+        "core.sshCommand": str(evil),
+        "core.gitProxy": str(evil),
+        "protocol.allow": "always",
+    }.items():
+        git(repository, "config", key, value)
+    (repository / "train.py").write_text("lr = 2\n")
+    blob = subprocess.run(["git", "rev-parse", "HEAD:train.py"], cwd=repository, check=True,
+                          capture_output=True, text=True).stdout.strip()  # fmt: skip
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    assert plain_git_runs_it(repository, ran)
+
+    def run(argv: Sequence[str], within: timedelta, variables: Mapping[str, str]) -> Completed:
+        words = {"GIT_NO_LAZY_FETCH", "GIT_ALLOW_PROTOCOL"} - {knows or "GIT_NO_LAZY_FETCH"}
+        left = words if knows else set()
+        return run_command(argv, within, {k: v for k, v in variables.items() if k not in left})
+
+    assert set(code_facts(repository, PATH, run).facts) == {"code.revision"}
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("returncode", [None, 2, 128])
+def test_without_knowing_the_filters_nothing_is_compared(
+    repository: Path, returncode: int | None
+) -> None:
+    def run(argv: Sequence[str], within: timedelta, variables: Mapping[str, str]) -> Completed:
+        if "config" in argv:
+            return Completed(tuple(argv), returncode, "", "")
+        return run_command(argv, within, variables)
+
+    assert set(code_facts(repository, PATH, run).facts) == {"code.revision"}
 
 
 def test_a_repository_of_somebody_else_is_not_touched(

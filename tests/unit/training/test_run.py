@@ -252,7 +252,7 @@ def test_an_error_of_the_program_lets_it_land_too(lab, monkeypatch):
 
 
 def test_damaged_checkpoints_ahead_cost_none_of_the_good_ones(lab):
-    made = lab(checkpoint={"every_steps": 2, "keep_last": 2})
+    made = lab(checkpoint={"every_steps": 2, "keep_last": 2, "good_after_steps": 0})
     run, _ = made.start()
     train(run, prepared(run), 8)
     run.finish()

@@ -60,3 +60,22 @@ def test_nothing_is_doubted_where_too_little_is_known_or_the_loss_falls() -> Non
     assert doubtful([1.0] * 20 + [1.1]) == ()
     assert doubtful([10.0 * 0.9**n for n in range(60)]) == ()
     assert doubtful([5.0] * 20 + [0.001]) == ()
+
+
+def test_one_strange_batch_is_no_reason_and_three_in_a_row_are() -> None:
+    usual = [2.0 + 0.1 * math.sin(n) for n in range(30)]
+    assert doubtful([*usual, 50.0]) == ()
+    assert doubtful([*usual, 50.0, 60.0, 2.0]) == ()
+    assert doubtful([*usual, 50.0, 60.0, 55.0]) != ()
+
+
+def test_losses_that_are_mostly_zero() -> None:
+    assert doubtful([0.0] * 40 + [1e-6] * 3) != ()  # far above anything that was there
+    assert doubtful([0.0] * 25 + [0.5] * 15 + [0.3] * 3) == ()
+    assert doubtful([0.0] * 40 + [1e-6]) == ()
+
+
+def test_a_loss_of_one_element_is_taken() -> None:
+    trail = LossTrail(CPU)
+    trail.note(torch.tensor([1.5]))
+    assert values(trail.snapshot()) == [1.5]
