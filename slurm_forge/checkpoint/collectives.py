@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_forge.errors import CheckpointError, FencedError, RanksLostError
+from slurm_forge.errors import CheckpointError, FencedError, MismatchError, RanksLostError
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Ranks"]
@@ -57,7 +57,7 @@ class Ranks:
         """Give every rank what ``decide`` makes of all reports, or the same error.
 
         ``error`` is what went wrong on this rank before.  ``decide`` runs on rank 0, only if no
-        rank had an error; FencedError stays one on all ranks, anything else is a CheckpointError
+        rank had an error; FencedError and MismatchError stay such, all else is a CheckpointError
         (``doing`` tells what was going on).  Raises RanksLostError where a rank is gone.
         """
         told: Json = {"report": report} if error is None else {"error": _describe(error)}
@@ -160,21 +160,31 @@ def _from_parts(packet: torch.Tensor, rest: torch.Tensor | None) -> Any:
     return json.loads(data[: _length(packet)].decode("ascii"))
 
 
+#: Errors that stay what they are on every rank; everything else is a CheckpointError.
+_KINDS: dict[str, type[CheckpointError] | type[FencedError]] = {
+    "fenced": FencedError,
+    "mismatch": MismatchError,
+}
+
+
 def _describe(error: Exception) -> list[Json]:
+    ours = isinstance(error, CheckpointError | FencedError)
     text = error.message if isinstance(error, CheckpointError | FencedError) else str(error)
-    if not isinstance(error, CheckpointError | FencedError):
+    if not ours:
         text = f"{type(error).__name__}: {text}"
     step = getattr(error, "next_step", "")
-    return [isinstance(error, FencedError), text[:_LONGEST_TEXT], str(step)[:_LONGEST_TEXT]]
+    kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "")
+    return [kind, text[:_LONGEST_TEXT], str(step)[:_LONGEST_TEXT]]
 
 
 def _failure(failures: Sequence[Any], doing: str) -> Exception:
-    fenced = [text for _, is_fenced, text, _ in failures if is_fenced]
     steps = [step for *_, step in failures if step]
+    fenced = [text for _, kind, text, _ in failures if kind == "fenced"]
     if fenced:
         return FencedError(fenced[0], next_step=steps[0] if steps else "")
     texts = "; ".join(f"rank {rank}: {text}" for rank, _, text, _ in failures)
-    return CheckpointError(
+    kinds = {kind for _, kind, _, _ in failures}
+    return (MismatchError if kinds == {"mismatch"} else CheckpointError)(
         f"{doing} failed: {texts}",
         next_step=steps[0]
         if steps

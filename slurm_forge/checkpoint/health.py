@@ -7,16 +7,28 @@ one thread that leaves torch's threads, and Python's lock, to the training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from types import MappingProxyType
 
 import torch
 
-__all__ = ["NOTES", "infinite_by_design", "unhealthy"]
+__all__ = ["NOTES", "NotFinite", "infinite_by_design", "unhealthy"]
 
 #: Keys under it are figures about the training, not state: they may hold anything.
 NOTES = "notes/"
 
 _MOST_NAMED = 5
+
+
+class NotFinite(str, Enum):
+    """The worst that a tensor holds: a number that is none is worse than one without bounds."""
+
+    INFINITY = "infinity"
+    NAN = "NaN"
+
+
+_NONE_ALLOWED: Mapping[str, NotFinite] = MappingProxyType({})
 #: Elements that are looked at in one go: every piece takes the interpreter away from the training.
 _PIECE = 4 << 20
 #: As which integers to look at a type, and infinity in it.
@@ -31,41 +43,45 @@ _INFINITY = {
 def unhealthy(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
-    allowed: Collection[str] = frozenset(),
+    allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
 ) -> tuple[str, ...]:
     """What is not finite, named: ``NaN in optimizers/adam/…/exp_avg_sq``; a few names at most.
 
-    Of keys in ``allowed`` infinity (not NaN) is taken as meant.
+    Of keys in ``allowed`` what stands there is taken as meant; with NaN infinity is, too.
     """
     found: list[str] = []
     for key, tensor in tensors:
         if key.startswith(NOTES):
             continue
         what = _not_finite(tensor)
-        if what is not None and not (what == "infinity" and key in allowed):
-            found.append(f"{what} in {key}")
+        if what is not None and allowed.get(key) not in (what, NotFinite.NAN):
+            found.append(f"{what.value} in {key}")
     if len(found) > _MOST_NAMED:
         found[_MOST_NAMED:] = [f"and {len(found) - _MOST_NAMED} more tensors"]
     return tuple(found)
 
 
-def infinite_by_design(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
-    """Keys of tensors that hold infinity from the start: the masks of an attention, say.
+def infinite_by_design(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, NotFinite]:
+    """What tensors hold from the start: the mask of an attention, a buffer not yet written to.
 
-    Waits for the device.
+    Only of those that are not learned it can be meant so.  Waits for the device.
     """
-    return frozenset(key for key, tensor in tensors if _not_finite(tensor) == "infinity")
+    looked = ((key, _not_finite(tensor)) for key, tensor in tensors)
+    return {key: what for key, what in looked if what is not None}
 
 
-def _not_finite(tensor: torch.Tensor) -> str | None:
-    """``NaN``, ``infinity`` or None."""
+def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
+    """The worst that is in it; None where all is finite, or the type has nothing else."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return None
     pattern = _INFINITY.get(tensor.dtype)
     if pattern is None:
-        tensor, pattern = tensor.float(), _INFINITY[torch.float32]
+        try:
+            tensor, pattern = tensor.float(), _INFINITY[torch.float32]
+        except NotImplementedError:  # torch can't read it as numbers: four bits, two to a byte
+            return None
     kind, infinity = pattern
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(kind).numpy()
     found = None
@@ -76,7 +92,7 @@ def _not_finite(tensor: torch.Tensor) -> str | None:
         unsigned = piece.view(f"u{piece.dtype.name}")
         largest = max(int(piece.max()), int(unsigned.max()) - (1 << (8 * piece.itemsize - 1)))
         if largest > infinity:
-            return "NaN"
+            return NotFinite.NAN
         if largest == infinity:
-            found = "infinity"
+            found = NotFinite.INFINITY
     return found

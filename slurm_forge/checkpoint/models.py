@@ -27,7 +27,7 @@ from slurm_forge.checkpoint.tensors import (
     saved_tensors,
     some,
 )
-from slurm_forge.errors import CheckpointError
+from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = [
@@ -50,11 +50,15 @@ _WRAPPED = {
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """Where a parameter lives; ``replicated``: DDP keeps it bitwise equal on all ranks."""
+    """Where a parameter lives.
+
+    ``replicated``: DDP keeps it bitwise equal on all ranks; ``learned``: it asks for a gradient.
+    """
 
     model: str
     fqn: str
     replicated: bool
+    learned: bool
 
     @property
     def key(self) -> str:
@@ -67,7 +71,8 @@ def name_parameters(models: Mapping[str, nn.Module]) -> dict[int, ParameterName]
     names: dict[int, ParameterName] = {}
     for model_name, module in models.items():
         for fqn, parameter, replicated in _walk(module, "", False, set()):
-            names.setdefault(id(parameter), ParameterName(model_name, fqn, replicated))
+            name = ParameterName(model_name, fqn, replicated, parameter.requires_grad)
+            names.setdefault(id(parameter), name)
     return names
 
 
@@ -109,7 +114,7 @@ def target_model(
     current = _state_of(module)
     saved_names = {unescape(key.removeprefix(prefix)) for key in saved} | set(rest)
     if saved_names != set(current):
-        raise CheckpointError(
+        raise MismatchError(
             f"model {name!r} is not the one that was saved: "
             f"missing in the checkpoint: {some(set(current) - saved_names) or 'nothing'}; "
             f"only in the checkpoint: {some(saved_names - set(current)) or 'nothing'}",
@@ -119,7 +124,7 @@ def target_model(
         key = f"{prefix}{escape(fqn)}"
         if key in saved:
             if not isinstance(value, torch.Tensor):
-                raise CheckpointError(
+                raise MismatchError(
                     f"{key} was saved as a tensor and is a {type(value).__name__} here",
                     next_step="Build the model as it was when the checkpoint was written.",
                 )
@@ -163,10 +168,11 @@ def _prefixes(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, st
     """What state-dict keys begin with, module by module, and what is left without wrappers."""
     yield raw, clean
     wrapped = wrapped_attribute(module)
-    for name, child in module.named_children():
-        yield from _prefixes(
-            child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
-        )
+    for name, child in module._modules.items():  # named_children() gives each one once
+        if child is not None:
+            yield from _prefixes(
+                child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
+            )
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from slurm_forge.checkpoint.jsonstate import SaveTensor, decode, encode, escape, unescape
 from slurm_forge.checkpoint.models import ParameterName
 from slurm_forge.checkpoint.tensors import Tensors, check_savable, new_target, saved_tensors
-from slurm_forge.errors import CheckpointError
+from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["OptimizerTarget", "capture_optimizer", "capture_options", "target_optimizer"]
@@ -67,6 +67,11 @@ def capture_optimizer(
             if not isinstance(value, torch.Tensor):
                 left[entry] = value
                 continue
+            if not isinstance(entry, str):
+                raise CheckpointError(
+                    f"{prefix}/state/{key}: a tensor is kept under {entry!r}, which is no string",
+                    next_step="Let the optimizer keep it in its state under a name.",
+                )
             path = f"{prefix}/state/{key}/{escape(entry)}"
             _refuse_local_part(path, parameter, value)
             save(path, value)
@@ -152,7 +157,7 @@ def target_optimizer(
     prefix = f"optimizers/{escape(name)}"
     current = [[_key(name, p, names) for p in group["params"]] for group in optimizer.param_groups]
     if current != [group["params"] for group in document["groups"]]:
-        raise CheckpointError(
+        raise MismatchError(
             f"optimizer {name!r} has other parameter groups than the one that was saved",
             next_step="Build the optimizer from the same parameters, in the same groups and order.",
         )
@@ -166,7 +171,7 @@ def target_optimizer(
         if parts[0] == "state":
             key, entry = "/".join(parts[1:3]), unescape(parts[3])
             if key not in parameters:
-                raise CheckpointError(
+                raise MismatchError(
                     f"{path}: there is no such parameter here",
                     next_step="Build the model as it was when the checkpoint was written.",
                 )

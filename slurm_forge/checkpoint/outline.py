@@ -8,7 +8,7 @@ an outline is names and numbers, and the tensors are always those that are there
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -44,9 +44,10 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The key of each tensor that was seen, None for one that is not saved, and where it stood."""
+    """The keys in the order of a capture, and at which place of a sight the tensor of each is."""
 
-    keys: tuple[str | None, ...]
+    keys: tuple[str, ...]
+    places: tuple[int, ...]
     where: list[object]
     kinds: list[type]
 
@@ -60,6 +61,8 @@ class Outline:
         captured: Tensors,
     ) -> Outline | None:
         """None unless it gives exactly what was ``captured`` of models and optimizers."""
+        if not all(id(each) in names for one in optimizers.values() for each in one.state):
+            return None  # what an optimizer keeps beside its parameters' state is not looked at
         keys = [
             *chain.from_iterable(_model_keys(name, root) for name, root in models.items()),
             *chain.from_iterable(
@@ -68,20 +71,22 @@ class Outline:
         ]
         if len(keys) != len(sight.tensors):
             return None
-        found = {key: live for key, live in zip(keys, sight.tensors, strict=True) if key}
-        if found.keys() != captured.keys() or not all(
-            _is_same(live, captured[key]) for key, live in found.items()
+        places = {key: place for place, key in enumerate(keys) if key}
+        if places.keys() != captured.keys() or not all(
+            _is_same(sight.tensors[place], captured[key]) for key, place in places.items()
         ):
             return None
-        return cls(tuple(keys), sight.where, sight.kinds)
+        # A state dict goes depth first and a sight does not, and the order is part of a plan.
+        return cls(
+            tuple(captured), tuple(places[key] for key in captured), sight.where, sight.kinds
+        )
 
     def tensors(self, sight: Sight) -> Tensors | None:
         """The tensors under their keys; None where something stands elsewhere than it did."""
         if sight.where != self.where or sight.kinds != self.kinds:
             return None
-        found: dict[Any, Any] = dict(zip(self.keys, sight.tensors, strict=True))
-        found.pop(None, None)
-        return found
+        found: Iterable[Any] = map(sight.tensors.__getitem__, self.places)
+        return dict(zip(self.keys, found, strict=True))
 
 
 def look(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Sight | None:
@@ -90,25 +95,30 @@ def look(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -
     tensors: list[object] = []
     for root in models.values():
         modules = _modules(root)
-        if not all(map(_is_plain_module, set(map(type, modules)))) or any(map(_HOOKS, modules)):
+        if not _are_plain(modules):
             return None
         for module in modules:
             if module._state_dict_pre_hooks:  # FSDP2 puts the sharded parameters in place
                 for hook in module._state_dict_pre_hooks.values():
                     hook(module, "", False)
         parameters, buffers = list(map(_PARAMETERS, modules)), list(map(_BUFFERS, modules))
-        held = [*_values(parameters), *_values(buffers)]
+        children = list(map(_CHILDREN, modules))
+        if not _are_dicts(chain(parameters, buffers, children)):
+            return None
         where += map(id, modules)
-        where += map(id, chain.from_iterable(map(dict.values, parameters)))
-        for names in (parameters, buffers, list(map(_CHILDREN, modules))):
+        where += map(id, _values(parameters))
+        where += map(id, _values(children))  # also under which name there is none
+        for names in (parameters, buffers, children):
             where += map(len, names)
             where += chain.from_iterable(names)
-        where += map(len, map(_TRANSIENT, modules))
-        tensors += held
+        where += map(frozenset, map(_TRANSIENT, modules))
+        tensors += chain(_values(parameters), _values(buffers))
     for optimizer in optimizers.values():
         if not _is_plain_optimizer(optimizer):
             return None
         states = optimizer.state
+        if not _are_dicts(states.values()):
+            return None
         where += map(id, states)
         where += map(len, states.values())
         where += chain.from_iterable(states.values())
@@ -132,6 +142,19 @@ def _modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _are_dicts(values: Iterable[object]) -> bool:
+    """Not so for the containers of a scripted module, or a number an optimizer counts in."""
+    return all(issubclass(kind, dict) for kind in set(map(type, values)))
+
+
+def _are_plain(modules: Sequence[nn.Module]) -> bool:
+    return (
+        all(map(_is_plain_module, set(map(type, modules))))
+        and not any(name in own for own in map(vars, modules) for name in _MODULE_STATE)
+        and not any(map(_HOOKS, modules))
+    )
+
+
 def _is_plain_module(kind: type[nn.Module]) -> bool:
     return all(getattr(kind, name) is getattr(nn.Module, name) for name in _MODULE_STATE)
 
@@ -139,6 +162,7 @@ def _is_plain_module(kind: type[nn.Module]) -> bool:
 def _is_plain_optimizer(optimizer: Optimizer) -> bool:
     return (
         type(optimizer).state_dict is Optimizer.state_dict
+        and "state_dict" not in vars(optimizer)
         and not optimizer._optimizer_state_dict_pre_hooks
         and not optimizer._optimizer_state_dict_post_hooks
     )

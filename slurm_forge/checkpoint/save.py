@@ -8,6 +8,7 @@ thread, with a process group of its own for the one exchange at the end.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.copying import Copier, Filling
 from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.flight import After, Flight, Saved
-from slurm_forge.checkpoint.health import infinite_by_design, unhealthy
+from slurm_forge.checkpoint.health import NOTES, NotFinite, infinite_by_design, unhealthy
 from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.plan import Plan, Planner
 from slurm_forge.checkpoint.sealing import open_stage, report_of, same_shape, sealed
@@ -65,8 +67,9 @@ class CheckpointWriter:
         self._arena = Arena(pinned=torch.cuda.is_available())
         self._views: list[torch.Tensor] = []
         self._views_of = 0
-        self._infinite: frozenset[str] | None = None
+        self._infinite: Mapping[str, NotFinite] | None = None
         self._known: Known | None = None
+        self._rough = 0
         self._copier = Copier()
         self._flight: Flight | None = None
         self._warming: threading.Thread | None = None
@@ -103,7 +106,6 @@ class CheckpointWriter:
         self._wait()
         began, started = self._clock(), time.monotonic()
         captured, agreed = self._agree(state, name, permit)
-        self._accept(state, captured)
         name = CheckpointName.parse(agreed["name"])
         stage = self._store.directory / agreed["stage"]
         try:
@@ -146,18 +148,22 @@ class CheckpointWriter:
                 findings=tuple(agreed_end["findings"]),
             )
 
-        self._flight = flight = Flight(name)
+        flight = Flight(name)
         self._make_room(plan, captured, filling)
         # What has been copied is written while the rest is copied, also where this is waited for.
         thread = threading.Thread(
             target=flight.fly, args=(persist, after), name="forge-save", daemon=True
         )
+        self._flight = flight  # not before somebody is about to fly it: it is waited for
         try:
             thread.start()
-        except RuntimeError as error:  # no thread to be had: the others hear of it as of any fault
+        except BaseException as error:
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
             filling.fail(error)
-            flight.fly(persist, after)
+            if not isinstance(error, RuntimeError):
+                self._flight = flight if thread.is_alive() else None
+                raise
+            flight.fly(persist, after)  # no thread to be had: the others hear of it as of any fault
             return flight
         try:
             self._copy(plan, captured, filling)
@@ -177,11 +183,12 @@ class CheckpointWriter:
         captured, error = _capture(state, None)
         self._known = captured.known if captured else None
         shape = captured.shape if captured else ""
+        self._rough = _size(captured, self._ranks.rank)
+        error = error or self._accept(state, captured)
         self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
         plan = self._planner.make(captured, self._ranks)
-        self._accept(state, captured)
         self._views, self._views_of = [], 0  # they would keep memory alive that is given back
 
         def warm() -> None:
@@ -189,18 +196,27 @@ class CheckpointWriter:
             with contextlib.suppress(MemoryError, OSError, RuntimeError):
                 self._arena.reserve(plan.size)
 
-        self._warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
-        self._warming.start()
+        warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread to be had: the save does it itself
+            warming.start()
+            self._warming = warming
 
-    def _accept(self, state: TrainingState, captured: Captured) -> None:
-        """What holds infinity the first time it is looked at, and is not learned, is meant so."""
-        if self._infinite is None:
-            learned = state.trained()
-            self._infinite = infinite_by_design(
-                (key, local_part(tensor))
-                for key, tensor in captured.tensors.items()
-                if key not in learned and not key.startswith("optimizers/")
-            )
+    def _accept(self, state: TrainingState, captured: Captured | None) -> Exception | None:
+        """What is not finite the first time it is looked at, and is not learned, is meant so.
+
+        Returns what went wrong: the other ranks are waiting to hear of it.
+        """
+        if self._infinite is None and captured is not None:
+            try:
+                learned = state.trained()
+                self._infinite = infinite_by_design(
+                    (key, local_part(tensor))
+                    for key, tensor in captured.tensors.items()
+                    if key not in learned and not key.startswith("optimizers/")
+                )
+            except Exception as caught:
+                return caught
+        return None
 
     def _wait(self) -> None:
         if self._flight is not None:
@@ -217,6 +233,9 @@ class CheckpointWriter:
             captured, error = _capture(state, None)  # looked at one by one before it is planned
             plan = self._planner.known(captured) if captured else 0
         self._known = captured.known if captured else None
+        if not plan:  # it holds as long as the plan does
+            self._rough = _size(captured, self._ranks.rank)
+        error = error or self._accept(state, captured)
         agreed = self._ranks.agree(
             error,
             {
@@ -225,7 +244,8 @@ class CheckpointWriter:
                 "shape": captured.shape if captured else "",
                 "parts": dict(captured.parts) if captured else {},
                 "plan": plan,
-                "size": self._planner.plan.size if plan else _size(captured),
+                "size": self._planner.plan.size if plan else 0,
+                "rough": self._rough,
             },
             lambda reports: open_stage(self._store, name, reports, permit),
             doing="Preparing a checkpoint",
@@ -308,7 +328,7 @@ class CheckpointWriter:
     def _unhealthy(self, plan: Plan, filling: Filling) -> tuple[str, ...]:
         filling.wait(plan.size)
         keys = (shard.key for shard in plan.shards)
-        return unhealthy(zip(keys, self._views, strict=True), allowed=self._infinite or ())
+        return unhealthy(zip(keys, self._views, strict=True), allowed=self._infinite or {})
 
     def _discard(self, stage: Path) -> None:
         if self._ranks.rank == 0:
@@ -339,9 +359,22 @@ def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None
         return None, caught
 
 
-def _size(captured: Captured | None) -> int:
-    """At most so many bytes before it is known who writes what."""
-    return sum(local_part(t).nbytes for t in captured.tensors.values()) if captured else 0
+def _size(captured: Captured | None, rank: int) -> int:
+    """This rank's share of all bytes, about, before it is known who writes what.
+
+    What several ranks hold alike is written once: over all ranks it adds up to one copy.
+    """
+    found = captured.tensors.items() if captured else ()
+    return sum(_share(key, tensor, rank) for key, tensor in found)
+
+
+def _share(key: str, tensor: torch.Tensor, rank: int) -> int:
+    size = local_part(tensor).nbytes
+    if isinstance(tensor, DTensor):
+        places = enumerate(tensor.placements)
+        alike = (tensor.device_mesh.size(at) for at, place in places if place.is_replicate())
+        return -(-size // math.prod(alike))
+    return size if rank == 0 or key.startswith(("rng/", NOTES)) else 0
 
 
 def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:

@@ -33,13 +33,15 @@ def open_stage(
     parts = [report["parts"] for report in reports]
     disagreeing = [part for part in parts[0] if any(p.get(part) != parts[0][part] for p in parts)]
     plans = {report["plan"] for report in reports}
-    permit(sum(report["size"] for report in reports))
+    plan = plans.pop() if len(plans) == 1 else 0
+    # One rank's part of a plan and another's estimate without one do not add up to anything.
+    permit(sum(report["size" if plan else "rough"] for report in reports))
     stage = store.create_stage(name)
     return {
         "name": str(name),
         "stage": stage.name,
         "disagreeing": disagreeing,
-        "plan": plans.pop() if len(plans) == 1 else 0,
+        "plan": plan,
     }
 
 

@@ -37,13 +37,13 @@ from slurm_forge.checkpoint.tensors import (
     saved_tensors,
     some,
 )
-from slurm_forge.errors import CheckpointError
+from slurm_forge.errors import MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Captured", "Known", "LoadTarget", "Stateful", "TrainingState"]
 
 
-_NO_OUTLINE = Outline((), [], [])
+_NO_OUTLINE = Outline((), (), [], [])
 
 
 @runtime_checkable
@@ -225,8 +225,9 @@ class TrainingState:
         )
 
     def trained(self) -> frozenset[str]:
-        """Keys of the parameters: what is learned."""
-        return frozenset(f"models/{name.key}" for name in name_parameters(self.models).values())
+        """Keys of the parameters that ask for a gradient: what is learned."""
+        names = name_parameters(self.models).values()
+        return frozenset(f"models/{name.key}" for name in names if name.learned)
 
     def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
         """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
@@ -293,7 +294,7 @@ def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tenso
 def _compare_names(section: str, mine: set[str], saved: set[str]) -> None:
     if mine != saved:
         here, there = some(mine - saved) or "none", some(saved - mine) or "none"
-        raise CheckpointError(
+        raise MismatchError(
             f"other {section} are registered than were saved; only here: {here}, "
             f"only in the checkpoint: {there}",
             next_step="Register the same objects under the same names as when it was written.",

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from slurm_forge.errors import CheckpointError
+from slurm_forge.errors import CheckpointError, MismatchError
 
 __all__ = [
     "Tensors",
@@ -53,9 +53,9 @@ def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMet
 
 
 def check_fits(key: str, saved: TensorStorageMetadata, target: torch.Tensor) -> None:
-    """Raise CheckpointError unless shape and dtype are those that were saved."""
+    """Raise MismatchError unless shape and dtype are those that were saved."""
     if saved.size != target.shape or saved.properties.dtype != target.dtype:
-        raise CheckpointError(
+        raise MismatchError(
             f"{key}: saved as {_describe(saved.size, saved.properties.dtype)}, "
             f"here it is {_describe(target.shape, target.dtype)}",
             next_step="Build the model as it was when the checkpoint was written.",

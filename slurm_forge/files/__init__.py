@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slurm_forge.files.append import AppendFile
 from slurm_forge.files.atomic import create_exclusive, fsync_directory, write_atomic
-from slurm_forge.files.folders import make_private_directory
+from slurm_forge.files.folders import make_private_directory, private_directory
 from slurm_forge.files.trusted import open_trusted, read_bounded, read_json, read_trusted
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "fsync_directory",
     "make_private_directory",
     "open_trusted",
+    "private_directory",
     "read_bounded",
     "read_json",
     "read_trusted",

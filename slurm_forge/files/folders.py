@@ -11,7 +11,19 @@ from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files.atomic import fsync_directory
 from slurm_forge.files.trusted import refuse_foreign
 
-__all__ = ["make_private_directory"]
+__all__ = ["make_private_directory", "private_directory"]
+
+
+def private_directory(path: str | os.PathLike[str]) -> Path:
+    """As ``make_private_directory`` for one that is mostly there: then it is only looked at.
+
+    That its name is on disk is left to whoever made it, or claims what it belongs to.
+    """
+    target = Path(path).absolute()
+    if not os.path.lexists(target):
+        return make_private_directory(target)
+    _refuse_shared_folder(target)
+    return target
 
 
 def make_private_directory(path: str | os.PathLike[str]) -> Path:

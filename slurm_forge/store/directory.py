@@ -23,7 +23,7 @@ from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeF
 from slurm_forge.files import (
     create_exclusive,
     fsync_directory,
-    make_private_directory,
+    private_directory,
     read_trusted,
 )
 from slurm_forge.store.blocks import open_entry
@@ -55,7 +55,7 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
-        self.directory = make_private_directory(directory)
+        self.directory = private_directory(directory)
         self.run_id = run_id
         self._sequence = 0
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.errors import CheckpointError, CheckpointRejectedError, MismatchError
+from slurm_forge.errors import CheckpointRejectedError, MismatchError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import ResumeCompared
 from slurm_forge.recovery.fingerprint import Fingerprint, compare, job_facts, refused
@@ -114,10 +114,10 @@ class Comparing:
         if self._manifest is not None:
             self.compare(self._manifest)
 
-    def misfit(self, error: CheckpointError, store: CheckpointStore) -> CheckpointError:
-        """Why a checkpoint does not fit what is registered, where that is the reason.  Collective.
+    def misfit(self, error: MismatchError, store: CheckpointStore) -> MismatchError:
+        """Why a checkpoint does not fit what is registered, in readable lines.  Collective.
 
-        Else the error as it is.
+        The error as it is where nothing is known of what was registered then.
         """
         lines = self._ranks.agree(
             None, None, lambda _: list(self._misfits(store)), doing="Comparing with the checkpoint"

@@ -46,8 +46,8 @@ _OFF = (
     "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null",
     "-c", "diff.autoRefreshIndex=false",  # the index is somebody else's business
 )  # fmt: skip
-#: Of a driver's commands only these are run by a diff (smudge: where files are written).
-_FILTERS = r"^filter\..*\.(clean|process)$"
+#: What of a driver counts in a diff (smudge: where files are written).
+_FILTERS = r"^filter\..*\.(clean|process|required)$"
 #: With whole hashes in it, a changed binary file counts as well.  Work trees of submodules have
 #: configurations of their own, so git is kept out of them.
 _DIFF = (
@@ -158,7 +158,7 @@ def _without_filters(answer: Completed | None) -> list[str] | None:
         return None
     names = {name.rpartition(".")[0] for name in answer.stdout.split("\0") if name}
     # An option can't name what has a "=" in it; "\\" may stand for a byte that is no text.
-    if any("=" in name or "\\" in name for name in names):
+    if any("=" in name for name in names):
         return None
     off = ("clean=", "process=", "required=false")
     return [word for name in sorted(names) for each in off for word in ("-c", f"{name}.{each}")]

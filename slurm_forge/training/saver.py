@@ -22,6 +22,7 @@ from slurm_forge.control import Member
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
+    MismatchError,
     RanksLostError,
     UnsupportedError,
 )
@@ -244,9 +245,7 @@ class Saver:
                 on_reject=self._rejected,
                 eligible=None if self.keeping is None else self.keeping.eligible,
             )
-        except (RanksLostError, CheckpointMissingError):
-            raise
-        except CheckpointError as error:
+        except MismatchError as error:
             raise self._comparing.misfit(error, self._store) from error
         if loaded is None:
             history = self._context.brief.committed_step

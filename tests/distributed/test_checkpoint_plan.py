@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from slurm_forge.checkpoint import save as save_module
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.load import resume
+from slurm_forge.checkpoint.plan import Planner
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.errors import CheckpointError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from tests.distributed.ranks import run_ranks
@@ -122,3 +128,103 @@ def test_parts_that_some_ranks_have_nothing_of(tmp_path, monkeypatch):
         return [saves.planned(box, {}), saves.planned(box, {})]
 
     assert run_ranks(4, body) == [[True, False]] * 4
+
+
+class Block(nn.Module):
+    """Parameters and buffers, and a child with both."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(size)
+        self.up = nn.Linear(size, size)
+        self.register_buffer("mask", torch.ones(size))
+
+    def forward(self, x):
+        return self.up(self.norm(x * self.mask))
+
+
+def train(module, adam):
+    module(torch.randn(4, SIZE)).sum().backward()
+    adam.step()
+    adam.zero_grad()
+
+
+SIZE = 256
+WRAPPED = {
+    "ddp": DistributedDataParallel,
+    "fsdp": fully_shard,
+    "hsdp": lambda net: fully_shard(
+        net, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("alike", "apart"))
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_model_of_blocks_is_planned_once_and_its_size_is_known_before(
+    tmp_path, monkeypatch, wrapped
+):
+    def body(rank):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(SIZE, SIZE), Block(SIZE), Block(SIZE), nn.Linear(SIZE, 3))
+        net = WRAPPED[wrapped](net)
+        adam = torch.optim.Adam(net.parameters())
+        writer = CheckpointWriter(CheckpointStore(tmp_path / "c", "run"), group=dist.group.WORLD)
+        asked, written = [], []
+        for step in (1, 2):
+            train(net, adam)
+            rng = {f"rng/rank-{rank}/torch": torch.get_rng_state()}
+            state = TrainingState(models={"net": net}, optimizers={"adam": adam}, rng=rng)
+            name = CheckpointName.new(step=step, attempt=1, launch=1)
+            flight = writer.begin(
+                state, name=name, reason="test", fence=lambda: None, permit=asked.append
+            )
+            written.append(flight.result().size)
+            monkeypatch.setattr(TrainingState, "_anew", lambda *_: pytest.fail("taken apart anew"))
+            monkeypatch.setattr(Planner, "make", lambda *_: pytest.fail("planned anew"))
+        return [round(size / real, 1) for size, real in zip(asked, written, strict=False)]
+
+    assert run_ranks(2, body) == [[1.0, 1.0], []]
+
+
+def test_the_size_is_right_where_one_rank_alone_has_something_else(tmp_path):
+    def body(rank):
+        net = DistributedDataParallel(nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(6))))
+        writer = CheckpointWriter(CheckpointStore(tmp_path / "c", "run"), group=dist.group.WORLD)
+        asked, written = [], []
+        for step, changed in enumerate([None, None, 1, 0], start=1):
+            rng = {f"rng/rank-{rank}/x": torch.zeros(step if rank == changed else 8)}
+            state = TrainingState(models={"net": net}, rng=rng)
+            if step == 1:
+                writer.prepare(state)
+            name = CheckpointName.new(step=step, attempt=1, launch=1)
+            flight = writer.begin(
+                state, name=name, reason="test", fence=lambda: None, permit=asked.append
+            )
+            written.append(flight.result().size)
+        return [round(size / real, 1) for size, real in zip(asked, written, strict=False)]
+
+    assert run_ranks(2, body) == [[1.0] * 4, []]
+
+
+def test_a_rank_that_can_not_look_at_its_state_keeps_nobody_waiting(tmp_path, monkeypatch):
+    def body(rank):
+        writer = CheckpointWriter(CheckpointStore(tmp_path / "c", "run"), group=dist.group.WORLD)
+        state = TrainingState(objects={"box": Box({"w": torch.ones(3)})})
+        name = CheckpointName.new(step=1, attempt=1, launch=1)
+
+        def begin():
+            writer.begin(state, name=name, reason="test", fence=lambda: None).result()
+
+        def fail(tensors):
+            raise RuntimeError("no memory to look with")
+
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(save_module, "infinite_by_design", fail)
+            for attempt in (lambda: writer.prepare(state), begin):
+                with pytest.raises(CheckpointError, match=r"rank 1: .*no memory to look with"):
+                    attempt()
+        begin()
+        return len(writer._store.candidates())
+
+    assert run_ranks(2, body) == [1, 1]

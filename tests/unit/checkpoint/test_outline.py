@@ -27,7 +27,8 @@ class Net(nn.Module):
         self.register_buffer("transient", torch.zeros(3), persistent=False)
         self.register_buffer("lasting", torch.ones(3))
         self.register_parameter("nothing", None)
-        self.left, self.right = nn.Linear(2, 2), None
+        self.add_module("left", nn.Linear(2, 2))
+        self.add_module("right", None)
 
 
 class Average:
