@@ -144,7 +144,14 @@ def _safetensors_header(
             f"{unknown[0]} is {dtype}, which safetensors has no name for",
             next_step="Write a torch file instead (.pt), or choose without it: --only.",
         )
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
+    nameless = [name for name in described if _text(name) != name]
+    if nameless:
+        raise CheckpointError(
+            f"the tensor name {nameless[0]!r} is no Unicode text, which safetensors' names must be",
+            next_step="Write a torch file instead (.pt), or choose without it: --only.",
+        )
+    said = {key: _text(value) for key, value in about.items()}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **said}}
     places: dict[str, int] = {}
     end = 0
     # The widest first: every tensor then begins at a multiple of its own width.
@@ -170,6 +177,11 @@ def _safetensors_header(
             next_step="Write a torch file instead (.pt), or choose less: --only.",
         )
     return len(body).to_bytes(8, "little") + body, places
+
+
+def _text(value: str) -> str:
+    """Without lone surrogates, which JSON's readers refuse: they come from bytes in file names."""
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

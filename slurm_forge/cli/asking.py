@@ -154,11 +154,11 @@ def save(run: RunName, runs: Runs = None) -> None:
 def _note(found: RunDirectory, verb: str) -> None:
     """Say who asked; the request itself is the file, which a colleague can touch too."""
     import contextlib
-    import getpass
 
     from slurm_forge.errors import ForgeError
     from slurm_forge.journal.events import UserAsked
     from slurm_forge.launch.submission import note
+    from slurm_forge.person import person
 
     with contextlib.suppress(OSError, ForgeError):
-        note(found, UserAsked(verb=verb, user=getpass.getuser()))
+        note(found, UserAsked(verb=verb, user=person()))

@@ -275,16 +275,15 @@ def _progress(name: CheckpointName) -> Callable[[int, int], None]:
 def _judge(
     opened: Opened, name: CheckpointName, trust: Trust, reason: str, *, as_json: bool
 ) -> None:
-    import getpass
-
     from slurm_forge.journal.events import CheckpointJudged
+    from slurm_forge.person import person
     from slurm_forge.report.encoding import to_json
 
     if not reason.strip():
         raise typer.BadParameter("say why, in a few words", param_hint="--reason")
     write_line(
         opened,
-        CheckpointJudged(name=str(name), trust=trust, reason=f"{reason} ({getpass.getuser()})"),
+        CheckpointJudged(name=str(name), trust=trust, reason=f"{reason} ({person()})"),
     )
     if as_json:
         path = str(opened.store.directory)

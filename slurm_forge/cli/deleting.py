@@ -151,9 +151,8 @@ def _delete(
     opened: Opened, plan: PrunePlan, newest: int, current: tuple[int, int] | None
 ) -> tuple[tuple[CheckpointName, ...], tuple[str, ...]]:
     """Delete what goes, and write down what has gone, whatever stopped it half-way."""
-    import getpass
-
     from slurm_forge.journal.events import CheckpointsPruned
+    from slurm_forge.person import person
 
     doomed = [each.name for each in plan.goes]
     removed: tuple[CheckpointName, ...] = ()
@@ -169,7 +168,7 @@ def _delete(
         removed = tuple(name for name in doomed if not opened.store.path(name).exists())
         if removed:
             names = tuple(str(name) for name in removed)
-            reason = f"asked for by {getpass.getuser()}"
+            reason = f"asked for by {person()}"
             write_line(opened, CheckpointsPruned(names=names, reason=reason))
     return removed, pruned.problems
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -128,11 +130,13 @@ def _child(words: list[str]) -> Exported:
 
     from slurm_forge.cli.failing import FAILED, INTERRUPTED
     from slurm_forge.errors import CheckpointError
+    from slurm_forge.slurm.environment import process_environ
 
     _need("torch")
     # Not from here: a torch.py that lies in this folder would be taken for the real one.
     command = [sys.executable, "-m", _MODULE, *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/") as child:
+    environment = _from_anywhere(process_environ())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=environment) as child:
         try:
             out, _ = child.communicate()
         except KeyboardInterrupt:  # the child has been interrupted too, and cleans up
@@ -149,6 +153,18 @@ def _child(words: list[str]) -> Exported:
         raise typer.Exit(FAILED)  # it has said why
     told = json.loads(out)
     return Exported(**{**told, "notes": tuple(told["notes"])})
+
+
+def _from_anywhere(variables: Mapping[str, str]) -> dict[str, str]:
+    """The same variables for a process in another folder: Python looks where it would from here.
+
+    An empty entry means this folder, mostly by mistake (``$UNSET:/there``), and is left out.
+    """
+    found = dict(variables)
+    entries = [each for each in found.pop("PYTHONPATH", "").split(os.pathsep) if each]
+    if entries:
+        found["PYTHONPATH"] = os.pathsep.join(str(Path(each).absolute()) for each in entries)
+    return found
 
 
 def _need(package: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from slurm_forge.launch.local_signals import AskedToStop
 from slurm_forge.launch.presence import Presence, present
 from slurm_forge.launch.submission import note, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
+from slurm_forge.person import person
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.spec.run_file import RunFile
@@ -59,7 +59,7 @@ def run_locally(
     with present(run) as presence, AskedToStop() as asked:
         if again:
             run.stop_file.unlink(missing_ok=True)
-        note(run, UserAsked(verb="run", user=getpass.getuser()))
+        note(run, UserAsked(verb="run", user=person()))
         lifeline = LifelineHeld()
         try:
             return _Here(run, file, progress, say, presence, asked, lifeline).train(ranks)
@@ -140,7 +140,7 @@ class _Here:
 
     def _stop(self) -> None:
         with contextlib.suppress(OSError):
-            note(self._run, UserAsked(verb="stop", user=getpass.getuser()))
+            note(self._run, UserAsked(verb="stop", user=person()))
         self._lifeline.let_go(self._asked.name)
         self._tell(
             f"{self._asked.name}: stopping: saving at the next step; once more ends it at once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import inspect
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_j
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.launch.ladder import Comeback, Ladder, Taken
 from slurm_forge.launch.script import render
+from slurm_forge.person import person
 from slurm_forge.run_directory import Fence, RunDirectory, list_claims
 from slurm_forge.site.model import Site
 from slurm_forge.site.storage import storage_at
@@ -110,7 +110,7 @@ def submit_script(
     script = run.submissions / "job.sbatch"
     write_atomic(script, render(file, site, run).encode(), mode=0o700)
     # Asked for before Slurm is: a job that starts at once must not find the run at rest.
-    note(run, UserAsked(verb=verb, user=getpass.getuser()))
+    note(run, UserAsked(verb=verb, user=person()))
     job = slurm.submit(script)
     note(run, Submitted(job=job, via="sbatch"))
     return job

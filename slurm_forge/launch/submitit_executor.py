@@ -7,7 +7,6 @@ or a plain training function, for which a run directory is made under ``<folder>
 
 from __future__ import annotations
 
-import getpass
 import json
 import re
 import secrets
@@ -30,6 +29,7 @@ from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, entry_of, note
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.launch.submitit_names import accept_slurm_names
+from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.units import parse_slurm_duration
@@ -64,7 +64,7 @@ class ForgeExecutor(SlurmExecutor):
     ) -> list[core.Job[Any]]:
         runs = [self._as_run(delayed) for delayed in delayed_submissions]
         for run in runs:
-            note(run, UserAsked(verb="submit", user=getpass.getuser()))
+            note(run, UserAsked(verb="submit", user=person()))
         jobs = (
             [self._submit_one(delayed_submissions[0], runs[0])]
             if len(runs) == 1

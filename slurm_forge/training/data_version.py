@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from slurm_forge.recovery.fingerprint import Fingerprint
+from slurm_forge.units import format_duration
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["DataVersion", "Part", "data_facts"]
@@ -29,6 +32,8 @@ _READERS = 4
 _CHUNK = 1 << 20
 #: Of a digest: 64 bits find any damage; nobody is meant to forge a data set here.
 _DIGITS = 16
+#: All ranks wait for rank 0, and not for ever.
+_WITHIN = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ class DataVersion:
 
     ``whole`` is over names and sizes, ``contents`` over what is in the files (empty: not read),
     ``times`` over modification times (empty where contents say more).  ``parts`` are the files by
-    name, or folders (ending in ``/``) where there are more files than can be listed.
+    name, or folders (ending in ``/``) where there are more files than can be listed.  ``stopped``
+    says what was not looked at for want of time; without contents the rest is as if they had not
+    been asked for, without files there is nothing but the version.
     """
 
     version: str | None = None
@@ -59,28 +66,39 @@ class DataVersion:
     times: str = ""
     parts: Mapping[str, Part] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
+    stopped: str = ""
 
     @classmethod
     def of(
         cls,
-        files: Sequence[str | os.PathLike[str]] = (),
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         *,
         version: str | None = None,
         contents: bool = False,
+        within: timedelta = _WITHIN,
+        clock: Callable[[], float] = time.monotonic,
     ) -> DataVersion:
-        """Look at files and folders, every file below included; reads them only for ``contents``.
+        """Look at a file or folder, or several, every file below included; reads only ``contents``.
 
         Names are relative, so that data staged elsewhere is the same data.  What can't be looked at
-        is named in ``unreadable``.
+        is named in ``unreadable``.  After ``within`` contents are read no further, or files looked
+        at no further, and ``stopped`` says so.
         """
-        found, unreadable = _look(files)
+        if isinstance(files, (str, os.PathLike)):
+            files = (files,)
+        deadline = _Deadline(within, clock)
+        try:
+            found, unreadable = _look(files, deadline)
+        except _TooLateError:
+            # A part of the files would be taken for all of them.
+            return cls(version=version, stopped=f"{deadline}: files not compared")
         found.sort(key=lambda each: each.name)
+        stopped = ""
         if contents:
-            with ThreadPoolExecutor(_READERS) as pool:
-                for each, digest in zip(found, pool.map(_content, found), strict=True):
-                    each.content = digest
-                    if not digest:
-                        unreadable.append(each.name)
+            try:
+                unreadable += _read(found, deadline)
+            except _TooLateError:
+                contents, stopped = False, f"{deadline}: contents not compared"
         return cls(
             version=version,
             whole=Part(len(found), sum(each.size for each in found), _digest(found, "outside")),
@@ -88,6 +106,7 @@ class DataVersion:
             times="" if contents else _digest(found, "time"),
             parts={_text(name): part for name, part in _parts(found).items()},
             unreadable=tuple(_text(name) for name in sorted(unreadable)[:_MOST_UNREADABLE]),
+            stopped=stopped,
         )
 
     def to_json(self) -> dict[str, Json]:
@@ -99,6 +118,7 @@ class DataVersion:
             "contents": self.contents,
             "parts": {name: _part_json(part) for name, part in self.parts.items()},
             "unreadable": list(self.unreadable),
+            "stopped": self.stopped,
         }
 
     @classmethod
@@ -113,6 +133,7 @@ class DataVersion:
                 contents=str(body["contents"]),
                 parts={str(name): _read_part(part) for name, part in body["parts"].items()},
                 unreadable=tuple(str(name) for name in body["unreadable"]),
+                stopped=str(body.get("stopped", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
@@ -125,6 +146,12 @@ class DataVersion:
         lines = []
         if self.version != now.version:
             lines.append(f"version {now.version or 'not given'}, was {self.version or 'not given'}")
+        if now.stopped:
+            lines.append(now.stopped)
+        elif self.stopped:
+            lines.append(f"when it was saved: {self.stopped}")
+        if self._without_files or now._without_files:
+            return tuple(lines)
         lines += [f"{n} can't be read now" for n in now.unreadable if n not in self.unreadable]
         read = bool(self.contents and now.contents)
         if self.whole != now.whole or (read and self.contents != now.contents):
@@ -134,6 +161,10 @@ class DataVersion:
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more differences"]
         return tuple(lines)
+
+    @property
+    def _without_files(self) -> bool:
+        return bool(self.stopped) and not self.whole.digest
 
     def _changed_parts(self, now: DataVersion, read: bool) -> list[str]:
         both = (self, now)
@@ -189,11 +220,34 @@ class _File:
         return text.encode("utf-8", "surrogateescape")
 
 
-def _look(files: Sequence[str | os.PathLike[str]]) -> tuple[list[_File], list[str]]:
+class _TooLateError(Exception):
+    """The deadline has passed."""
+
+
+class _Deadline:
+    """When looking at one source is given up."""
+
+    def __init__(self, within: timedelta, clock: Callable[[], float]) -> None:
+        self._within = within
+        self._clock = clock
+        self._end = clock() + within.total_seconds()
+
+    def check(self) -> None:
+        if self._clock() > self._end:
+            raise _TooLateError
+
+    def __str__(self) -> str:
+        return f"stopped after {format_duration(self._within)}"
+
+
+def _look(
+    files: Sequence[str | os.PathLike[str]], deadline: _Deadline
+) -> tuple[list[_File], list[str]]:
     found: list[_File] = []
     unreadable: list[str] = []
     roots = [os.fspath(each) for each in files]
     for prefix, root in zip(_prefixes(roots), roots, strict=True):
+        deadline.check()
         try:
             # What the user names is meant, also where it is a link itself.
             real = os.path.realpath(root)
@@ -202,7 +256,7 @@ def _look(files: Sequence[str | os.PathLike[str]]) -> tuple[list[_File], list[st
             unreadable.append(prefix.rstrip("/") or root)
             continue
         if stat.S_ISDIR(status.st_mode):
-            found.extend(_walk(real, prefix, unreadable))
+            found.extend(_walk(real, prefix, unreadable, deadline))
         else:
             name = prefix.rstrip("/") or Path(root).name
             found.append(_File(name, real, status.st_size, status.st_mtime_ns))
@@ -221,17 +275,21 @@ def _prefixes(roots: Sequence[str]) -> Iterator[str]:
         yield f"{base}/" if seen[base] == 1 else f"{base}~{seen[base]}/"
 
 
-def _walk(root: str, prefix: str, unreadable: list[str]) -> Iterator[_File]:
+def _walk(root: str, prefix: str, unreadable: list[str], deadline: _Deadline) -> Iterator[_File]:
     folders = [(root, prefix)]
     while folders:
         folder, before = folders.pop()
+        entries: list[os.DirEntry[str]] = []
         try:
             with os.scandir(folder) as listed:
-                entries = list(listed)
+                for entry in listed:  # millions of names take their time, too
+                    deadline.check()
+                    entries.append(entry)
         except OSError:
             unreadable.append(before or "./")
             continue
         for entry in entries:
+            deadline.check()
             name = before + entry.name
             try:
                 if entry.is_symlink():
@@ -253,7 +311,17 @@ def _target(link: Path, root: str) -> str:
     return os.path.relpath(whole, root) if inside else said
 
 
-def _content(file: _File) -> str:
+def _read(files: Sequence[_File], deadline: _Deadline) -> list[str]:
+    """Digest the contents of all files, or of none; the names of those that can't be read."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = list(pool.map(lambda each: _content(each, deadline), files))
+    for each, digest in zip(files, digests, strict=True):
+        each.content = digest
+    return [each.name for each in files if not each.content]
+
+
+def _content(file: _File, deadline: _Deadline) -> str:
+    deadline.check()
     if file.link:
         return file.link
     try:
@@ -262,6 +330,7 @@ def _content(file: _File) -> str:
         with os.fdopen(descriptor, "rb", buffering=0) as opened:
             digest = xxhash.xxh3_128()
             while chunk := opened.read(_CHUNK):
+                deadline.check()
                 digest.update(chunk)
     except OSError:
         return ""

@@ -158,7 +158,7 @@ def _without_filters(answer: Completed | None) -> list[str] | None:
         return None
     names = {name.rpartition(".")[0] for name in answer.stdout.split("\0") if name}
     # An option can't name what has a "=" in it; "\\" may stand for a byte that is no text.
-    if any("=" in name for name in names):
+    if any("=" in name or "\\" in name for name in names):
         return None
     off = ("clean=", "process=", "required=false")
     return [word for name in sorted(names) for each in off for word in ("-c", f"{name}.{each}")]

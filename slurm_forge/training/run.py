@@ -105,7 +105,7 @@ class Run:
         self,
         name: str,
         *,
-        files: Sequence[str | os.PathLike[str]] = (),
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         version: str | None = None,
         contents: bool = False,
     ) -> None:

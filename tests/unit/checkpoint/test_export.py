@@ -246,6 +246,26 @@ def test_a_dtype_without_a_name_there_is_refused_before_anything_is_written(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path):
+    name, described = "w\ud800", ((2,), torch.float32)
+    with pytest.raises(CheckpointError, match=r"'w\\ud800' is no Unicode text") as caught:
+        write_export(tmp_path / "x.safetensors", Format.SAFETENSORS, {name: described},
+                     iter([(name, torch.ones(2))]), about={}, force=False)  # fmt: skip
+    assert ".pt" in caught.value.next_step
+    assert list(tmp_path.iterdir()) == []
+    write_export(tmp_path / "x.pt", Format.TORCH, {name: described},
+                 iter([(name, torch.ones(2))]), about={}, force=False)  # fmt: skip
+    assert list(torch.load(tmp_path / "x.pt", weights_only=True)) == [name]
+
+
+def test_a_folder_whose_name_is_no_text_is_told_as_text(tmp_path):
+    target = tmp_path / "x.safetensors"
+    write_export(target, Format.SAFETENSORS, {"w": ((2,), torch.float32)},
+                 iter([("w", torch.ones(2))]), about={"from": "p\udcff"}, force=False)  # fmt: skip
+    with safe_open(target, "pt") as file:
+        assert file.metadata()["from"] == "p\\udcff"
+
+
 def test_safetensors_holds_one_tensor_at_a_time(tmp_path):
     alive = []
 

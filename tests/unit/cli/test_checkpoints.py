@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 import types
@@ -319,6 +321,24 @@ def test_a_person_at_a_terminal_is_asked(
     assert made.on_disk == [300, 400, 500]
 
 
+def test_a_user_without_a_name_is_told_by_number(
+    shell: Shell, made: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that has no entry for whoever runs in it."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    result = prune(shell, "--yes")
+    assert result.exit_code == 0, result.stderr
+    (event,) = made.events(ev.CheckpointsPruned)
+    assert event.names == (str(made.names[100]), str(made.names[200]))
+    assert event.reason == f"asked for by {os.getuid()}"
+    result = shell("checkpoints", "suspect", "tiny-gpt", "500", "--reason", "odd")
+    assert result.exit_code == 0, result.stderr
+    assert shell("stop", "tiny-gpt").exit_code == 0
+    assert [event.user for event in made.events(ev.UserAsked)][-1] == str(os.getuid())
+
+
 def test_what_is_needed_stays_whatever_is_asked(shell: Shell, made: Checkpoints) -> None:
     made.judge(200, Trust.GOOD)
     made.judge(400, Trust.SUSPECT)
@@ -425,6 +445,27 @@ def test_export_writes_what_safetensors_opens(shell: Shell, trained: nn.Linear) 
     target = shell.folder / "x.safetensors"
     assert result.stdout == f"{target}: 1 tensor, {target.stat().st_size} B (safetensors)\n"
     assert torch.equal(load_file(target)["weight"], trained.weight)
+
+
+@pytest.mark.parametrize("path", ["parent/product", ":parent/product:", "./parent/product:x"])
+def test_export_finds_what_is_found_from_here(
+    shell: Shell, trained: nn.Linear, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A relative PYTHONPATH counts; an empty entry does not make this folder count."""
+    product = shell.folder / "parent" / "product"
+    product.mkdir(parents=True)
+    (product / "sitecustomize.py").write_text("import sys\nsys.stderr.write('from here\\n')\n")
+    (shell.folder / "torch.py").write_text("raise SystemExit('planted')\n")
+    monkeypatch.setenv("PYTHONPATH", path)
+    words = [sys.executable, "-c", "from slurm_forge.cli.main import main; main()"]
+    done = subprocess.run(
+        [*words, "export", "tiny-gpt", "--to", "x.safetensors"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("from here") == 2  # of the command line, and of its child
 
 
 class Child:

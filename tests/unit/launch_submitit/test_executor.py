@@ -58,6 +58,13 @@ def checked(script: str) -> str:
 # -- the script -----------------------------------------------------------------------------------
 
 
+def test_a_user_without_a_name_can_submit(tmp_path, submitted, monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert forge(tmp_path / "logs").submit(ForgeJob(str(new_run(tmp_path).path))).job_id == "4000"
+
+
 def test_the_whole_script(tmp_path, submitted):
     logs = tmp_path / "logs"
     run = new_run(tmp_path)

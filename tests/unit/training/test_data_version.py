@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,67 @@ def test_it_survives_the_manifest(data: Path) -> None:
     for contents in (False, True):
         found = DataVersion.of([data], version="v1", contents=contents)
         assert DataVersion.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_one_place_needs_no_list(data: Path, kind: type[str] | type[Path]) -> None:
+    assert DataVersion.of(kind(data)) == DataVersion.of([data])
+    assert DataVersion.of(kind(data / "val" / "c.bin")).whole.size == 10
+
+
+def limited(data: Path, looks: int) -> DataVersion:
+    """With contents, where the time is up once the clock has been looked at so many times."""
+    ticks = count()
+    return DataVersion.of(
+        data,
+        version="v1",
+        contents=True,
+        within=timedelta(minutes=10),
+        clock=lambda: 601.0 if next(ticks) >= looks else 0.0,
+    )
+
+
+CONTENTS = "stopped after 10m: contents not compared"
+FILES = "stopped after 10m: files not compared"
+
+
+def test_contents_that_take_too_long_are_told_and_not_compared(data: Path) -> None:
+    whole = DataVersion.of(data, version="v1", contents=True)
+    assert limited(data, 10_000) == whole
+    found = {limited(data, looks).stopped: looks for looks in range(40)}
+    late = limited(data, found[CONTENTS])  # the very last look was too late
+    assert late.contents == ""
+    assert late.whole == whole.whole
+    assert late.differences(late) == (CONTENTS,)
+    assert whole.differences(late) == (CONTENTS,)
+    assert late.differences(whole) == (f"when it was saved: {CONTENTS}",)
+    assert not refuses(whole, late)
+    assert not refuses(late, whole)
+    (data / "val" / "c.bin").write_bytes(b"xx")
+    late = limited(data, found[CONTENTS])
+    assert whole.differences(late) == (CONTENTS, "val/c.bin changed: 10 B -> 2 B")
+    assert refuses(whole, late)
+
+
+def test_files_that_take_too_long_to_look_at_are_told_and_not_compared(data: Path) -> None:
+    whole = DataVersion.of(data, version="v1", contents=True)
+    found = {limited(data, looks).stopped: looks for looks in range(40)}
+    for looks in range(1, found[FILES] + 1):
+        late = limited(data, looks)
+        assert (late.whole.files, late.parts, late.version) == (0, {}, "v1")
+        assert whole.differences(late) == (FILES,)
+        assert late.differences(whole) == (f"when it was saved: {FILES}",)
+        assert not refuses(whole, late)
+        assert not refuses(late, whole)
+    assert DataVersion.from_json(json.loads(json.dumps(late.to_json()))) == late
+    assert DataVersion(version="v2").differences(late) == ("version v1, was v2", FILES)
+
+
+def test_a_manifest_from_before_there_was_a_limit_is_understood(data: Path) -> None:
+    found = DataVersion.of(data)
+    saved = found.to_json()
+    del saved["stopped"]
+    assert DataVersion.from_json(saved) == found
 
 
 @given(
