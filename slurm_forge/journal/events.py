@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointWitnessed",
     "CheckpointsPruned",
     "DecisionTaken",
+    "EpochEnded",
     "Event",
     "Finished",
     "IncidentSeen",
@@ -119,6 +120,20 @@ class Logged:
     step: int
     values: dict[str, float] = field(default_factory=dict)
     kind: Literal["logged"] = "logged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnded:
+    """An epoch's samples are all consumed (counted from 0), those of skipped steps included.
+
+    Which ones, and in which order, follows from the seed and the epoch alone.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    skipped_steps: int
+    kind: Literal["epoch_ended"] = "epoch_ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +365,7 @@ Event = Annotated[
     | Resumed
     | Progress
     | Logged
+    | EpochEnded
     | CheckpointCommitted
     | CheckpointFailed
     | CheckpointRejected

@@ -37,6 +37,9 @@ def _told(record: Record) -> str | None:
             return (
                 f"all ranks stop at step {t.number(event.step)} (agreed in {t.span(event.seconds)})"
             )
+        case ev.EpochEnded():
+            samples = t.number(event.samples)
+            return f"epoch {event.epoch} done at step {t.number(event.step)}, {samples} samples"
         case ev.CheckpointCommitted():
             why = t.clean(event.reason, 60)
             suspect = (

@@ -77,7 +77,7 @@ class Run:
         self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
         self._restored = self._resumed = False
         self._until: int | None = None
-        self._micro_batch = 0
+        self._micro_batch = self._length = 0
 
     # -- what the program says ---------------------------------------------------------------
 
@@ -201,6 +201,7 @@ class Run:
         order = SampleOrder(self._context.spec.seed, len(dataset), global_batch_size)
         share = order.share(self.world_size)
         asked = micro_batch_size or share
+        self._length = len(dataset)
         self._micro_batch = min(asked, self.recovery.micro_batch or asked, share)
         self._stepping.global_batch = global_batch_size
         self._comparing.know(
@@ -255,7 +256,9 @@ class Run:
         self._boundary()
         step = self._stepping.begin(batch)
         yield step
+        before = self._progress.consumed
         if self._stepping.end(step):
+            self._telling.epochs(self._length, before)
             self._hooks.call("on_step_end", step=self._progress.step)
             if self._telling.write() and self._first_steps is not None:
                 self._first_steps.look()

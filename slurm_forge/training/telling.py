@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import Logged
+from slurm_forge.journal.events import EpochEnded, Logged
 from slurm_forge.journal.events import Progress as ProgressSeen
 from slurm_forge.training.progress import Progress
 
@@ -43,6 +43,20 @@ class Telling:
         step = self._progress.step
         return {name: value for name, (at, value) in self._latest.items() if at == step}
 
+    def epochs(self, length: int, consumed_before: int) -> None:
+        """Write down the epoch that the last step has ended, if it has; of so many samples each."""
+        epoch = consumed_before // length if length else 0
+        if not length or self._progress.consumed // length == epoch:
+            return
+        self._write(
+            EpochEnded(
+                epoch=epoch,
+                step=self._progress.step,
+                samples=length,
+                skipped_steps=self._progress.skipped,
+            )
+        )
+
     def write(self, *, now: bool = False) -> bool:
         """Write progress and what was remembered, if it is time or ``now``; whether it was."""
         if self._journal is None or (time.monotonic() < self._next and not now):
@@ -57,7 +71,7 @@ class Telling:
         self._values.clear()
         return True
 
-    def _write(self, event: ProgressSeen | Logged) -> None:
+    def _write(self, event: ProgressSeen | Logged | EpochEnded) -> None:
         # A full disk must not end a training that could go on until there is room again.
         if self._journal is not None:
             with contextlib.suppress(OSError):

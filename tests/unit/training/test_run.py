@@ -621,6 +621,23 @@ def test_a_hook_may_let_it_go_on(lab):
     assert [incident.step for incident in asked] == [3, 5]
 
 
+# -- epochs ---------------------------------------------------------------------------------------
+
+
+def test_every_epoch_is_written_down_once_also_over_an_interruption(lab):
+    made = lab()
+    steps_of_two = 2 * LENGTH // BATCH
+    run, _ = made.start(due={Position(steps_of_two - 1): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, prepared(run, lr=0.0), 1000)
+    run, _ = made.start()
+    train(run, prepared(run, lr=0.0), -(-3 * LENGTH // BATCH))
+    ended = made.events(ev.EpochEnded)
+    assert [event.epoch for event in ended] == [0, 1, 2]
+    assert {event.samples for event in ended} == {LENGTH}
+    assert [event.step for event in ended] == [-(-(n + 1) * LENGTH // BATCH) for n in range(3)]
+
+
 # -- hooks and figures ----------------------------------------------------------------------------
 
 
