@@ -88,10 +88,10 @@ def _typed(job: Path, ranks: int | None, runs: Path | None) -> str:
 
 
 def _prepared(path: Path, runs: Path | None) -> tuple[RunDirectory, RunFile]:
-    """The run of the job file: a new one, or the one that was begun with the same job."""
+    """The run of the job file: a new one, or the one that was begun with it."""
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.cli.preparing import check, make
-    from slurm_forge.launch.submission import refuse_other_job, untouched
+    from slurm_forge.launch.submission import renew_run, untouched
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.detection import GENERIC
     from slurm_forge.spec.run_file import read_run_file
@@ -104,8 +104,7 @@ def _prepared(path: Path, runs: Path | None) -> tuple[RunDirectory, RunFile]:
     if not found.spec_file.is_file() or untouched(found):
         return make(checked, runs=folder, site=site_places().load(GENERIC).site)
     file = read_run_file(found.spec_file)
-    refuse_other_job(found, file.job, checked.job, path)
-    return found, file
+    return found, renew_run(found, file, checked.job, path)
 
 
 def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "entry_of",
     "reconcile",
     "refuse_other_job",
+    "renew_run",
     "run_state",
     "submit_script",
     "untouched",
@@ -101,6 +102,24 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 
 
 _SHOWN_DIFFERENCES = 10
+#: What of a job may be another at a later start: nothing that is computed follows from it.
+_MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "lead")
+
+
+def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> RunFile:
+    """Take over what a job file at ``path`` says otherwise than the run was begun with.
+
+    ``ConfigError`` where that is more than how the run is kept alive.
+    """
+    kept = file.job.model_copy(update={key: getattr(now, key) for key in _MAY_CHANGE})
+    refuse_other_job(run, kept, now, path)
+    if file.job == now:
+        return file
+    renewed = file.model_copy(update={"job": now})
+    write_atomic(run.spec_file, renewed.to_yaml().encode())
+    changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))
+    note(run, UserAsked(verb=f"change {'; '.join(map(str, changed[:5]))}"[:400], user=person()))
+    return renewed
 
 
 def submit_script(

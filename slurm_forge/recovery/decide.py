@@ -61,8 +61,9 @@ def decide(
         plan, changes = applied
         reason = f"{incident.cause.value}: {rung.do.value}"
         return replace(_decision(incident, rung.do, reason, plan), changes=changes, rung=index)
-    why = "; ".join(refused) or "no rung is left for it"
-    reason = f"{incident.cause.value}: nothing left to try ({why})"
+    reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
+    if not refused:
+        reason = f"{incident.cause.value}: for a person to judge; starting again changes nothing"
     return _decision(incident, Action.HOLD, reason, state.plan)
 
 

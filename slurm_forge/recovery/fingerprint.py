@@ -124,7 +124,7 @@ def refused(differences: tuple[Difference, ...]) -> str | None:
     ways = ", ".join(f"{part}: warn" for part in dict.fromkeys(_part(each.key) for each in reasons))
     told = "; ".join(str(each) for each in reasons[:5])
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-    return f"{told}{more}.  If that is wanted: environment: {{{ways}}} in the job file"
+    return f"{told}{more} (to allow it: environment: {{{ways}}})"
 
 
 def job_facts(spec: JobSpec) -> Fingerprint:

@@ -29,10 +29,11 @@ AFTER_A_HOLD = {
     Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",
     Cause.GPU_ERROR: "report the node to the cluster's support and leave it out",
     Cause.STORAGE: "look at quota and free space of the run's file system",
-    Cause.CHECKPOINT_BAD: "bring the checkpoint folder back, or start under another name",
+    Cause.CHECKPOINT_BAD: "see why none is used (slurm-forge checkpoints list): promote one, or "
+    "bring the folder back",
     Cause.APP_ERROR: "correct the error that the evidence shows",
     Cause.CRASH: "look at the log of the rank that died",
-    Cause.ENV_MISMATCH: "bring back the environment that the run was started in",
+    Cause.ENV_MISMATCH: "put back what differs (explain says what), or allow it under environment:",
     Cause.EXTERNAL_SERVICE: "see whether the service answers again",
 }
 

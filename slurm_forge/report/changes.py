@@ -23,7 +23,12 @@ def what_changed(
 
     A parameter that this version does not know counts as science: better said once too often.
     """
-    found = [*_from_decisions(ordered, total_steps), *_from_training(lineage)]
+    ordered = list(ordered)
+    found = [
+        *_from_decisions(ordered, total_steps),
+        *_from_training(lineage),
+        *_from_resumes(ordered),
+    ]
     return tuple(sorted(found, key=lambda change: not change.science))
 
 
@@ -35,6 +40,23 @@ def _from_decisions(ordered: Iterable[Record], total: int | None) -> Iterator[Sc
             applied.add(event.decision.incident_id)
             for change in event.decision.changes:
                 yield _one(change, event.decision, total)
+
+
+def _from_resumes(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+    """What somebody else changed between two launches, and the job let pass."""
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.ResumeCompared) and not event.refused:
+            told = [line for line in event.differences if line.startswith(_SCIENCE)]
+            if told:
+                shown = "; ".join(clean(line, 120) for line in told[:3])
+                more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+                text = f"resumed on something else in attempt {record.attempt}: {shown}{more}"
+                yield ScienceChange(parameter="resumed", text=text, science=True)
+
+
+#: Differences of a resume that the result follows from; the rest is how it is computed.
+_SCIENCE = ("data ", "data.", "sampling.", "job.args", "job.entry", "model", "optimizer")
 
 
 def back_to_schedule(plan: RecoveryPlan, total_steps: int | None) -> str:

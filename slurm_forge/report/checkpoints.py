@@ -112,10 +112,17 @@ def _present(state: RunState, found: Found, next_: CheckpointName | None) -> Che
         time=time if time is not None else (known.time or None if known is not None else None),
         size=found.size,
         save_s=None if known is None or not known.time else known.seconds,
-        reason="" if manifest is None else manifest.reason,
+        reason=_reason(manifest, known),
         world_size=None if manifest is None else manifest.world_size,
         next=name == next_,
     )
+
+
+def _reason(manifest: Manifest | None, known: KnownCheckpoint | None) -> str:
+    parts = [] if manifest is None else [manifest.reason]
+    if known is not None and known.metric is not None:
+        parts.append(f"{known.metric_name} {known.metric:.6g}")
+    return ", ".join(parts)
 
 
 def _gone(state: RunState, present: set[CheckpointName]) -> Iterator[CheckpointLine]:

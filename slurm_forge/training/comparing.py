@@ -151,9 +151,9 @@ class Comparing:
         if reason is None:
             return {}
         return {
-            "refused": f"this is not what {manifest.name} was written with: {reason}",
-            "next_step": "Put back what was changed, allow it in the job file's environment: "
-            "section, or begin a new run under another name.",
+            "refused": f"not what step {manifest.step} was written with: {reason}",
+            "next_step": "Put it back, or allow it (in the job file, or in run.yaml of the run "
+            "directory), or begin a new run under another name.",
         }
 
     def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:

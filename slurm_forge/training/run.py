@@ -340,6 +340,7 @@ class Run:
         """Save, and tell the conductor: the run stops on all ranks at this step."""
         step = self._progress.step
         self._saves.have("stop")
+        self._telling.write(now=True)
         last = self._saves.last
         self._hooks.call("on_stop", step=step)
         name = None if last is None else str(last)

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.submission import refuse_other_job
+from slurm_forge.journal import read_journal
+from slurm_forge.journal.events import UserAsked
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, refuse_other_job, renew_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import from_yaml
+from slurm_forge.spec.run_file import RunFile, read_run_file
 
 JOB = "name: x\nentry: a.b:f\nargs: {max_steps: 400}\nresources: {time: 1h}\n"
 
@@ -46,3 +50,30 @@ def test_the_same_job_written_otherwise_is_the_same_job() -> None:
     written = JOB.replace("1h", '"01:00:00"') + "# a comment\n"
     run = RunDirectory.at("/somewhere/runs/x")
     refuse_other_job(run, from_yaml(JOB), from_yaml(written), Path("x.yaml"))
+
+
+def begun(tmp_path: Path) -> tuple[RunDirectory, RunFile]:
+    return create_run(
+        from_yaml(JOB), runs=tmp_path, site=find_site("generic"), submitted_from=tmp_path
+    )
+
+
+def test_how_a_run_is_kept_alive_may_change(tmp_path: Path) -> None:
+    run, file = begun(tmp_path)
+    more = "checkpoint: {keep_last: 9}\nenvironment: {data: warn}\n"
+    renewed = renew_run(run, file, from_yaml(JOB + more), Path("x.yaml"))
+    assert renewed.job.checkpoint.keep_last == 9
+    again = read_run_file(run.spec_file)
+    assert again == renewed, "the next start reads it"
+    (asked,) = [r.event for r in read_journal(run)[0] if isinstance(r.event, UserAsked)]
+    assert "checkpoint.keep_last" in asked.verb
+
+
+def test_what_is_computed_may_not_change_along_with_it(tmp_path: Path) -> None:
+    run, file = begun(tmp_path)
+    other = JOB.replace("400", "800") + "checkpoint: {keep_last: 9}\n"
+    with pytest.raises(ConfigError) as caught:
+        renew_run(run, file, from_yaml(other), Path("x.yaml"))
+    assert "args.max_steps" in str(caught.value)
+    assert "keep_last" not in str(caught.value), "that would be taken"
+    assert read_run_file(run.spec_file) == file

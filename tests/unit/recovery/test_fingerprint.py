@@ -113,8 +113,8 @@ def test_the_way_out_of_a_refusal_is_told() -> None:
         DEFAULT,
     )
     assert refused(found) == (
-        "sampling.global_batch: was 64, is 128; sampling.samples: was 1000, is 1010.  "
-        "If that is wanted: environment: {sampling: warn} in the job file"
+        "sampling.global_batch: was 64, is 128; sampling.samples: was 1000, is 1010 "
+        "(to allow it: environment: {sampling: warn})"
     )
     assert refused((Difference("gpu", "A", "B", Policy.WARN),)) is None
 

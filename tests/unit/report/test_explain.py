@@ -80,6 +80,13 @@ def test_what_a_resume_differed_in_is_told_and_what_it_was_refused_for(scribe: S
     text = told(scribe.facts())
     assert "note: resumed, and not as it was: torch: was 2.9, is 2.10" in text
     assert "note: not resumed, because: sampling.seed: was 0, is 1" in text
+    assert "What was changed for your science: nothing." in text
+    line = "data train: part-3 changed: 1 kB -> 2 kB"
+    scribe.write("rank0", ev.ResumeCompared(checkpoint=name, differences=(line,), refused=False))
+    text = told(scribe.facts())
+    assert (
+        f"What was changed for your science: resumed on something else in attempt 1: {line}" in text
+    )
 
 
 def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:
