@@ -93,7 +93,7 @@ def resume(
         if not chosen:
             raise CheckpointMissingError(
                 "there are checkpoints, and none of them can be used",
-                next_step="The journal says why of each, and so does slurm-forge checkpoints list.  "
+                next_step="The journal says why of each, and so does slurm-forge checkpoints list. "
                 "Promote one, bring the folder back, or begin a new run under another name.",
             )
         manifest = Manifest.from_bytes(chosen.encode("ascii"))
