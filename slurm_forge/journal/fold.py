@@ -10,7 +10,6 @@ from slurm_forge.journal.codec import Record
 from slurm_forge.journal.known import (
     INSTABILITY,
     Branch,
-    KnownCheckpoint,
     after_instability,
     committed,
     judged,
@@ -22,7 +21,6 @@ from slurm_forge.journal.state import AttemptState, BudgetUse, LaunchState, RunS
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
-from slurm_forge.vocabulary.trust import Trust
 
 __all__ = [
     "fold",
@@ -245,16 +243,7 @@ def _now_known(state: RunState, record: Record, event: ev.CheckpointCommitted) -
     name = _name(event.name)
     if name is None or name in state.gone:
         return state
-    found = KnownCheckpoint(
-        name=name,
-        trust=Trust.SUSPECT if event.findings else Trust.WRITTEN,
-        why="; ".join(event.findings),
-        time=record.time,
-        size=event.size,
-        seconds=event.seconds,
-        blocked_s=event.blocked_s,
-    )
-    return replace(state, known=committed(state.known, found))
+    return replace(state, known=committed(state.known, name, event, record.time))
 
 
 def _branched(state: RunState, record: Record) -> RunState:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from slurm_forge.journal.events import CheckpointCommitted
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
@@ -71,8 +72,17 @@ class Branch:
 Known: TypeAlias = "tuple[KnownCheckpoint, ...]"
 
 
-def committed(known: Known, found: KnownCheckpoint) -> Known:
+def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, time: float) -> Known:
     """A checkpoint was published; a judgement that came before its line stays."""
+    found = KnownCheckpoint(
+        name=name,
+        trust=Trust.SUSPECT if event.findings else Trust.WRITTEN,
+        why="; ".join(event.findings),
+        time=time,
+        size=event.size,
+        seconds=event.seconds,
+        blocked_s=event.blocked_s,
+    )
     earlier = next((k for k in known if k.name == found.name), None)
     if earlier is not None:
         found = replace(

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from slurm_forge.control import protocol as p
-from slurm_forge.journal import JournalWriter, Known, KnownCheckpoint, RunState
+from slurm_forge.journal import JournalWriter, Known, RunState
 from slurm_forge.journal import known as k
 from slurm_forge.journal.events import (
     CheckpointCommitted,
@@ -105,9 +105,7 @@ class Keeping:
         """It was read, every byte of it with the right hash, and training goes on from it."""
         with self._book.lock:
             self._house.resumed_from = name
-            self._book.judge(
-                name, Trust.VERIFIED, "read back when training was resumed from it", None
-            )
+            self._book.judge(name, Trust.VERIFIED, "read back when training was resumed from it")
             self._book.expect(name, name.step)
 
     # -- while training goes on --------------------------------------------------------------
@@ -144,30 +142,20 @@ class Keeping:
         seconds, blocked_s = lasted.total_seconds(), blocked.total_seconds()
         if self._doubted:
             findings = (*findings, self._doubted)
+        event = CheckpointCommitted(
+            name=str(name),
+            step=name.step,
+            reason=reason,
+            seconds=seconds,
+            blocked_s=blocked_s,
+            size=size,
+            findings=tuple(findings),
+        )
         with self._book.lock:
-            found = KnownCheckpoint(
-                name=name,
-                trust=Trust.SUSPECT if findings else Trust.WRITTEN,
-                why="; ".join(findings),
-                time=time,
-                size=size,
-                seconds=seconds,
-                blocked_s=blocked_s,
-            )
-            self._book.known = k.committed(self._book.known, found)
+            self._book.known = k.committed(self._book.known, name, event, time)
             if not findings:
                 self._book.expect(name, name.step)
-        self._book.write(
-            CheckpointCommitted(
-                name=str(name),
-                step=name.step,
-                reason=reason,
-                seconds=seconds,
-                blocked_s=blocked_s,
-                size=size,
-                findings=tuple(findings),
-            )
-        )
+        self._book.write(event)
         with self._book.lock:
             self._measure(name)
             self._witnessed(name)
@@ -280,7 +268,7 @@ class Keeping:
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._book.write(Note(text=text))
+            self.say(text)
 
     @property
     def best(self) -> float | None:

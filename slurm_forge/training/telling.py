@@ -26,17 +26,19 @@ class Telling:
     def __init__(self, journal: JournalWriter | None, progress: Progress) -> None:
         self._journal = journal
         self._progress = progress
-        self._values: dict[str, Any] = {}
+        #: The newest of each name with the step that it was logged at.
         self._latest: dict[str, tuple[int, Any]] = {}
+        self._unwritten: dict[str, None] = {}
         self._next = 0.0
 
     def remember(self, values: dict[str, Any]) -> None:
         """Keep figures (numbers, or tensors of one element) until they are written."""
-        self._values.update(values)
         step = self._progress.step
         for name, value in values.items():
+            # Detached: what is only remembered must not keep a graph alive.
             kept = value.detach() if isinstance(value, torch.Tensor) else value
             self._latest[name] = (step, kept)
+            self._unwritten[name] = None
 
     def of_this_step(self) -> dict[str, Any]:
         """What was logged since the last step ended."""
@@ -64,11 +66,11 @@ class Telling:
         self._next = time.monotonic() + _EVERY_S
         progress = self._progress
         self._write(ProgressSeen(step=progress.step, consumed=progress.consumed))
-        values = {name: float(value) for name, value in self._values.items()}
+        values = {name: float(self._latest[name][1]) for name in self._unwritten}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if finite:
             self._write(Logged(step=progress.step, values=finite))
-        self._values.clear()
+        self._unwritten.clear()
         return True
 
     def _write(self, event: ProgressSeen | Logged | EpochEnded) -> None:
