@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 
-from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 __all__ = ["BRIEF_KEY", "LaunchBrief"]
 
@@ -39,6 +39,7 @@ class LaunchBrief:
         known = {f.name for f in fields(RecoveryPlan)}
         given = {name: value for name, value in plan.items() if name in known}
         given["exclude_nodes"] = tuple(given.get("exclude_nodes", ()))
+        given["skipped"] = tuple(SampleWindow(**each) for each in given.get("skipped", ()))
         return cls(
             attempt=int(body["attempt"]),
             launch=int(body["launch"]),

@@ -39,10 +39,11 @@ class Place:
         return self.position.phase > 0 and self.position.poll < LAST
 
     @property
-    def next_boundary(self) -> int:
+    def next_boundary(self) -> Position:
         """The first step boundary that the rank can still act at."""
         at_boundary = self.position.phase == 0
-        return self.position.step + (0 if self.waiting and at_boundary else 1)
+        step = self.position.step + (0 if self.waiting and at_boundary else 1)
+        return Position(step, turn=self.position.turn)
 
 
 @dataclass(slots=True)
@@ -104,15 +105,15 @@ class Gathering:
         inside = [place for place in places if place.inside]
         if not inside:
             return self._previous or self._next_boundary()
-        phases = {(place.position.step, place.position.phase, place.path) for place in places}
+        phases = {(place.position.phase_place, place.path) for place in places}
         if len(inside) == len(places) and len(phases) == 1:
-            step, phase, _ = phases.pop()
+            (turn, step, phase), _ = phases.pop()
             poll = max(p.position.poll + (0 if p.waiting else 1) for p in places)
-            return Position(step, phase, poll)
+            return Position(step, phase, poll, turn)
         return None
 
     def _next_boundary(self) -> Position:
-        return Position(max(place.next_boundary for place in self.places.values()))
+        return max(place.next_boundary for place in self.places.values())
 
 
 @dataclass(slots=True)
@@ -181,7 +182,7 @@ class Agreement:
         ``entering`` a phase that a target lies behind asks the others anew, so that a stop need not
         wait for the end of a long evaluation.
         """
-        if position[:2] != self._arrived_at[:2]:
+        if position.phase_place != self._arrived_at.phase_place:
             self._path = f"{self._path}/{name}" if position.phase > 0 else ""
         self._arrived_at = position
         if not self._pending:  # the path of every ordinary step
@@ -220,7 +221,7 @@ class Agreement:
             return False
         # A target inside this very phase was agreed with this rank in front of it: others may have
         # acted on it and be inside still, so that asking anew would find another one.
-        if pending.target is None or pending.target[:2] <= at[:2]:
+        if pending.target is None or pending.target.phase_place <= at.phase_place:
             return False
         self._asked_anew.add(number)
         pending.request = replace(pending.request, round=pending.request.round + 1)

@@ -18,14 +18,17 @@ __all__ = [
     "At",
     "Beat",
     "Committed",
+    "Cured",
     "Failed",
     "Finished",
     "Hello",
+    "LeftOut",
     "Message",
     "NotCommitted",
     "Notice",
     "ProbeArrived",
     "ProbeDone",
+    "Propose",
     "Publish",
     "Recover",
     "Request",
@@ -53,6 +56,10 @@ class RequestKind(str, Enum):
     STOP = "stop"
     SAVE = "save"
     PROBE = "probe"
+    #: An instability that rank 0 has judged: its cause and text in ``reason``.
+    RECOVER = "recover"
+    #: A limit on the gradient norm, a number in ``reason``: updates above it are left out.
+    LIMIT = "limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +229,48 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recover(Message):
-    """The run can't cure this in the process; the launch is to be ended and decided on."""
+    """The run can't cure this in the process; the launch is to be ended and decided on.
+
+    ``decided`` is the id of the incident where rank 0 has written the decision down already.
+    """
 
     tag: ClassVar[str] = "recover"
     cause: str
     step: int
     text: str
+    decided: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propose(Message):
+    """Rank 0: all ranks are to be asked for this, at a step that they agree on."""
+
+    tag: ClassVar[str] = "propose"
+    kind: RequestKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cured(Message):
+    """Rank 0: an incident was dealt with in the process; ``text`` is one line for people.
+
+    Training goes on after ``step`` steps, which may be fewer than before.
+    """
+
+    tag: ClassVar[str] = "cured"
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut(Message):
+    """This rank left out the update of ``step`` because its gradient norm was above the limit.
+
+    All ranks say it, or they have parted.
+    """
+
+    tag: ClassVar[str] = "left_out"
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +316,9 @@ _KINDS: tuple[type[Message], ...] = (
     Finished,
     Failed,
     Recover,
+    Propose,
+    Cured,
+    LeftOut,
     ProbeArrived,
     ProbeDone,
     Abort,

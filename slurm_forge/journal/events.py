@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
 
@@ -36,6 +37,7 @@ __all__ = [
     "NoticeSeen",
     "ProbeMeasured",
     "Progress",
+    "Recovered",
     "RequeueDone",
     "RequeueFailed",
     "RequeueIntended",
@@ -236,7 +238,22 @@ class StepSkipped:
     first_sample: int
     samples: int
     consecutive: int
+    #: What was found out about it: parameters, rank, samples; on the first one of a row.
+    evidence: tuple[Evidence, ...] = ()
     kind: Literal["step_skipped"] = "step_skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What an incident has cost, once training is past the step that it happened at.
+
+    ``steps`` were computed again, ``seconds`` went by from the incident until then.
+    """
+
+    incident_id: str
+    steps: int
+    seconds: float
+    kind: Literal["recovered"] = "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +392,7 @@ Event = Annotated[
     | ResumeCompared
     | CheckpointsPruned
     | StepSkipped
+    | Recovered
     | NoticeSeen
     | StopAgreed
     | IncidentSeen

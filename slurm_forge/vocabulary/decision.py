@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 __all__ = ["Action", "Change", "Decision", "Incident"]
 
@@ -19,6 +19,9 @@ class Action(str, Enum):
     ROLLBACK = "rollback"
     SHRINK_MICRO_BATCH = "shrink_micro_batch"
     RAISE_MEM = "raise_mem"
+    FEWER_WORKERS = "fewer_workers"
+    #: Ask the program's on_instability hook.
+    HOOK = "hook"
     RELAUNCH = "relaunch"
     REQUEUE = "requeue"
     HOLD = "hold"
@@ -44,6 +47,12 @@ class Incident:
     hosts: tuple[str, ...] = ()
     #: Samples per rank and forward pass when it happened, for causes that shrink it.
     micro_batch: int | None = None
+    #: The first of the bad steps, counted from 1 (``step`` is the last), and their samples.
+    onset: int | None = None
+    window: SampleWindow | None = None
+    #: Whether the step, computed again from the same state, was bad again: then data or model are
+    #: to blame, else the hardware.  None where that was not tried.
+    repeats: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +79,5 @@ class Decision:
     plan: RecoveryPlan
     changes: tuple[Change, ...] = field(default=())
     rung: int | None = None
+    #: The checkpoint that a rollback goes back to; younger ones are not resumed from any more.
+    target: str | None = None

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RecoveryPlan"]
+__all__ = ["RecoveryPlan", "SampleWindow"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SampleWindow:
+    """Samples ``first`` to ``stop`` (not included) of the run's sample stream.
+
+    Positions in the stream, over all ranks and epochs: what ``consumed`` counts.
+    """
+
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +26,9 @@ class RecoveryPlan:
     ramped back to 1 over ``lr_ramp_steps`` steps; 0 ramp steps means that it stays.  It is state,
     never multiplied into an optimizer.  ``micro_batch`` is samples per rank and forward pass
     (None: as the program asks); the global batch is not a parameter here because it never changes.
+    ``skipped`` are windows of the sample stream that are left out, ordered and apart from each
+    other.  ``reseeded`` counts how often random numbers (dropout …) were drawn anew; the
+    order of the samples never changes.  ``worker_factor`` scales the data-loader workers.
     """
 
     lr_factor: float = 1.0
@@ -23,6 +37,9 @@ class RecoveryPlan:
     micro_batch: int | None = None
     mem_factor: float = 1.0
     exclude_nodes: tuple[str, ...] = ()
+    skipped: tuple[SampleWindow, ...] = ()
+    reseeded: int = 0
+    worker_factor: float = 1.0
 
     def lr_scale(self, step: int) -> float:
         """Factor on the learning rate of optimizer step ``step`` (counted from 0)."""

@@ -30,7 +30,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     float: st.floats(allow_nan=False, allow_infinity=False),
     str | None: st.none() | TEXT,
-    Position: st.builds(Position, NUMBERS, NUMBERS, NUMBERS),
+    Position: st.builds(Position, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     p.RequestKind: st.sampled_from(list(p.RequestKind)),
 }
 
@@ -100,8 +100,8 @@ def test_a_message_with_one_wrong_field_is_taken_or_refused(
         b'{"m":"beat","step":18446744073709551616,"phase":"x","since_s":1,"started":true}',
         b'{"m":"beat","step":true,"phase":"x","since_s":1,"started":true}',
         b'{"m":"at","id":1,"round":0,"path":"","position":[1],"waiting":true}',
-        b'{"m":"at","id":1,"round":0,"path":"","position":[1,2,3,4],"waiting":true}',
-        b'{"m":"at","id":1,"round":0,"path":"","position":[1,2,true],"waiting":true}',
+        b'{"m":"at","id":1,"round":0,"path":"","position":[1,2,3,4,5],"waiting":true}',
+        b'{"m":"at","id":1,"round":0,"path":"","position":[1,2,true,0],"waiting":true}',
         b'{"m":"notice"}',
         b'{"m":"notice","what":"x","more":1}',
         b'{"m":"unheard-of"}',
