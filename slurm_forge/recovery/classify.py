@@ -80,6 +80,8 @@ class LaunchFacts:
     probe_failed: bool = False
     exit_status: int | None = None
     launcher_text: str = ""
+    #: Id of the incident that rank 0 has decided on already: only to be carried out.
+    decided: str = ""
 
 
 def classify(facts: LaunchFacts, incident_id: str) -> Incident:
