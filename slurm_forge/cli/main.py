@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from slurm_forge.cli import asking, checkpoints, exporting, looking, running, submitting
+from slurm_forge.cli import asking, checkpoints, exporting, looking, policy, running, submitting
 from slurm_forge.cli.failing import ForgeGroup
 
 __all__ = ["app", "main"]
@@ -47,6 +47,7 @@ app.command()(asking.stop)
 app.command()(asking.save)
 app.add_typer(checkpoints.app)
 app.command()(exporting.export)
+app.add_typer(policy.app)
 
 
 def _version(wanted: bool) -> None:

@@ -36,18 +36,8 @@ def check(path: Path) -> Checked:
             path=path,
             next_step="Write entry: package.module:train, or path/file.py:train.",
         )
-    doubts = (*check_entry(job.entry, Path.cwd(), path, list(job.args)), *_not_yet(job))
+    doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
     return Checked(job=job, path=path, doubts=doubts)
-
-
-def _not_yet(job: JobSpec) -> tuple[str, ...]:
-    """Keys that are read and not acted on in this version: said aloud, not passed over."""
-    asked = []
-    for cause in job.recovery.model_fields_set:
-        for rung in getattr(job.recovery, cause):
-            if "skip_samples" in rung.model_fields_set:
-                asked.append(f"recovery.{cause}: skip_samples")
-    return tuple(f"note: {key} is not acted on in this version" for key in dict.fromkeys(asked))
 
 
 def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, RunFile]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 
 from slurm_forge.journal import events as ev
@@ -15,14 +15,24 @@ from slurm_forge.journal.known import (
     judged,
     measured,
     pruned,
+    rolled_back,
     witnessed,
 )
-from slurm_forge.journal.state import AttemptState, BudgetUse, LaunchState, RunState, RunStatus
+from slurm_forge.journal.state import (
+    AttemptState,
+    BudgetUse,
+    LaunchState,
+    Rollback,
+    RunState,
+    RunStatus,
+)
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.trust import Trust
 
 __all__ = [
+    "advance",
     "fold",
     "in_order",
     "onset_of",
@@ -86,11 +96,12 @@ def fold(records: Iterable[Record]) -> RunState:
     """Compute the state of a run from its records, in any order, duplicates of a file excluded."""
     state = RunState()
     for record in in_order(without_fenced(records)):
-        state = _step(state, record)
+        state = advance(state, record)
     return state
 
 
-def _step(state: RunState, record: Record) -> RunState:
+def advance(state: RunState, record: Record) -> RunState:
+    """The state after one more record, which must be the next one in order."""
     event, time = record.event, record.time
     match event:
         case ev.Submitted():
@@ -160,10 +171,10 @@ def _step(state: RunState, record: Record) -> RunState:
             by_person = _by_person(record)
             if name is None or name in state.gone:
                 return state
-            return replace(
-                state,
-                known=judged(state.known, name, event.trust, event.reason, by_person=by_person),
-            )
+            known = judged(state.known, name, event.trust, event.reason, by_person=by_person)
+            state = replace(state, known=known)
+            good = any(each.name == name and each.trust is Trust.GOOD for each in known)
+            return _freed(state, name.step, INSTABILITY) if good else state
         case ev.CheckpointMeasured():
             name = _name(event.name)
             known = (
@@ -271,7 +282,9 @@ def _doubt(state: RunState, record: Record, incident: Incident) -> RunState:
 def onset_of(state: RunState, incident: Incident) -> int | None:
     """The first step of the row of bad ones that an instability ended with, counted from 1."""
     if incident.step is None:
-        return None
+        return incident.onset
+    if incident.onset is not None:
+        return min(incident.onset, incident.step)
     skipped = state.attempts[-1].skipped if state.attempts else ()
     last = skipped[-1] if skipped else None
     if last is None or not incident.step - 1 <= last.step <= incident.step:
@@ -293,11 +306,26 @@ def _reach(state: RunState, step: int) -> RunState:
 def _committed(state: RunState, step: int, *, healthy: bool) -> RunState:
     """A commit past the step at which a budget was last charged is real progress: it is freed.
 
-    One that will not be resumed from is none.
+    One that will not be resumed from is none; and after an instability only one that is known to
+    be good is, since training may get a little further each time without ever getting over it.
     """
-    spent = tuple(use for use in state.spent if step <= use.high_water or not healthy)
     committed = max(step, state.committed_step or 0)
-    return _reach(replace(state, spent=spent, committed_step=committed), step)
+    state = _reach(replace(state, committed_step=committed), step)
+    return _freed(state, step, _STABLE) if healthy else state
+
+
+_STABLE = frozenset(Cause) - INSTABILITY
+
+
+def _freed(state: RunState, step: int, causes: Set[Cause]) -> RunState:
+    """Progress up to ``step`` frees the budgets of ``causes`` that were charged before it."""
+    spent = tuple(use for use in state.spent if step <= use.high_water or use.cause not in causes)
+    rollback = state.rollback
+    if rollback is not None and step > rollback.high_water and causes >= INSTABILITY:
+        rollback = None
+    if len(spent) == len(state.spent) and rollback is state.rollback:
+        return state
+    return replace(state, spent=spent, rollback=rollback)
 
 
 _FINAL = {
@@ -319,11 +347,20 @@ def _decided(state: RunState, record: Record, decision: Decision) -> RunState:
         if decision.cause is Cause.USER_CANCELLED:
             status = RunStatus.CANCELLED
         return replace(changed, status=status, reason=decision.reason, open_intent=None)
-    if decision.rung is None:
-        return changed
+    if decision.action is Action.ROLLBACK:
+        changed = _gone_back(changed, decision)
     times = changed.times(decision.cause, decision.rung) + 1
     others = tuple(
         use for use in changed.spent if (use.cause, use.rung) != (decision.cause, decision.rung)
     )
     use = BudgetUse(decision.cause, decision.rung, times, changed.high_water)
     return replace(changed, spent=(*others, use))
+
+
+def _gone_back(state: RunState, decision: Decision) -> RunState:
+    """Everybody who reads this resumes from the target, or from what is older."""
+    target = None if decision.target is None else _name(decision.target)
+    known = state.known if target is None else rolled_back(state.known, target)
+    incident = state.incident(decision.incident_id)
+    place = None if incident is None else incident.step
+    return replace(state, known=known, rollback=Rollback(place, target, state.high_water))

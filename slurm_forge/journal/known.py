@@ -22,6 +22,7 @@ __all__ = [
     "measured",
     "newest_usable",
     "pruned",
+    "rolled_back",
     "witnessed",
 ]
 
@@ -151,6 +152,19 @@ def after_instability(known: Known, onset: int, cause: Cause) -> Known:
         return replace(each, trust=Trust.SUSPECT, why=why)
 
     return tuple(doubt(each) for each in known)
+
+
+def rolled_back(known: Known, target: CheckpointName) -> Known:
+    """Training goes on from ``target``: what is younger is not resumed from any more."""
+
+    def pass_over(each: KnownCheckpoint) -> KnownCheckpoint:
+        younger = each.name.step > target.step
+        if not younger or each.by_person or each.trust is Trust.SUSPECT:
+            return each
+        why = f"rolled back past it, to step {target.step}"
+        return replace(each, trust=Trust.SUSPECT, why=why)
+
+    return tuple(pass_over(each) for each in known)
 
 
 def newest_usable(known: Known) -> KnownCheckpoint | None:

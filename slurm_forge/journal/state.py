@@ -13,7 +13,7 @@ from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = ["AttemptState", "BudgetUse", "LaunchState", "RunState", "RunStatus"]
+__all__ = ["AttemptState", "BudgetUse", "LaunchState", "Rollback", "RunState", "RunStatus"]
 
 
 class RunStatus(str, Enum):
@@ -66,12 +66,27 @@ class AttemptState:
 
 @dataclass(frozen=True, slots=True)
 class BudgetUse:
-    """How often a rung was taken for a cause since real progress was last made."""
+    """How often a rung was taken for a cause since real progress was last made.
+
+    ``rung`` is None for what a program's hook decided beside the ladder.
+    """
 
     cause: Cause
-    rung: int
+    rung: int | None
     times: int
-    #: The furthest step when it was last taken; only a commit past it frees the budget.
+    #: The furthest step when it was last taken; only a checkpoint past it frees the budget.
+    high_water: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The last rollback, until training is past the trouble: where it happened, where it led to.
+
+    ``place`` is the last bad step, ``target`` None where training started over.
+    """
+
+    place: int | None
+    target: CheckpointName | None
     high_water: int
 
 
@@ -84,6 +99,7 @@ class RunState:
     attempts: tuple[AttemptState, ...] = ()
     plan: RecoveryPlan = field(default_factory=RecoveryPlan)
     spent: tuple[BudgetUse, ...] = ()
+    rollback: Rollback | None = None
     high_water: int = 0
     committed_step: int | None = None
     open_intent: ev.RequeueIntended | None = None
@@ -100,9 +116,23 @@ class RunState:
     #: wrote is only used if it is known.
     unstable: tuple[int, int] | None = None
 
-    def times(self, cause: Cause, rung: int) -> int:
-        """How much of a rung's budget is used."""
+    def times(self, cause: Cause, rung: int | None) -> int:
+        """How much of a rung's budget is used (None: how often a hook decided beside them)."""
         return sum(use.times for use in self.spent if (use.cause, use.rung) == (cause, rung))
+
+    def incident(self, incident_id: str) -> Incident | None:
+        """An incident by its id: the newest of that name."""
+        incidents = (
+            each for attempt in reversed(self.attempts) for _, each in reversed(attempt.incidents)
+        )
+        return next((each for each in incidents if each.id == incident_id), None)
+
+    def decided_on(self, incident_id: str) -> Decision | None:
+        """What was decided about an incident, if that is in the journal: the first decision."""
+        if incident_id not in self.applied:
+            return None
+        decisions = (each for attempt in self.attempts for _, each in attempt.decisions)
+        return next((each for each in decisions if each.incident_id == incident_id), None)
 
     def refusal(self, name: CheckpointName) -> str | None:
         """Why a checkpoint that is whole is not to be resumed from, or None."""

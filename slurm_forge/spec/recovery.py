@@ -25,7 +25,7 @@ from slurm_forge.spec.types import Count, Factor, Section, Steps
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["Ladder", "Recovery", "Rung", "SkipSamples", "default_recovery"]
+__all__ = ["Ladder", "Recovery", "Rung", "SkipSamples", "default_recovery", "keys_of"]
 
 
 class SkipSamples(str, Enum):
@@ -37,22 +37,37 @@ class SkipSamples(str, Enum):
 
 
 _RUNGS = tuple(action for action in Action if action is not Action.STOP)
-_STATE_KEYS = ("lr_scale", "ramp_steps", "skip_samples")
+_STATE_KEYS = ("lr_scale", "ramp_steps", "skip_samples", "most_skipped", "reseed")
 
 #: The keys that each action takes beside ``do``.
 _KEYS: dict[Action, tuple[str, ...]] = {
     Action.WARN: ("times",),
     Action.SKIP: ("times",),
-    Action.ROLLBACK: ("times", *_STATE_KEYS),
+    Action.ROLLBACK: ("times", "depth", *_STATE_KEYS, "exclude_node"),
     Action.SHRINK_MICRO_BATCH: ("times", "factor"),
     Action.RAISE_MEM: ("times", "factor"),
+    Action.FEWER_WORKERS: ("times", "factor"),
+    Action.HOOK: ("times",),
     Action.RELAUNCH: ("times", "exclude_node", *_STATE_KEYS),
     Action.REQUEUE: ("times", "exclude_node"),
     Action.HOLD: (),
     Action.RAISE: (),
 }
-_DEFAULT_FACTOR = {Action.SHRINK_MICRO_BATCH: 0.5, Action.RAISE_MEM: 1.5}
+_DEFAULT_FACTOR = {
+    Action.SHRINK_MICRO_BATCH: 0.5,
+    Action.RAISE_MEM: 1.5,
+    Action.FEWER_WORKERS: 0.5,
+}
+#: Their factor makes something smaller.
+_SMALLER = frozenset({Action.SHRINK_MICRO_BATCH, Action.FEWER_WORKERS})
+#: More good checkpoints than this behind the newest are never kept.
+_DEEPEST = 100
 _FINAL = frozenset({Action.HOLD, Action.RAISE})
+
+
+def keys_of(action: Action) -> tuple[str, ...]:
+    """The keys that a rung takes beside ``do``."""
+    return _KEYS.get(action, ())
 
 
 def _rung_action(value: object) -> Action:
@@ -69,6 +84,9 @@ class Rung(Section):
     known_as: ClassVar[Mapping[str, str]] = {
         "action": "do", "count": "times", "retries": "times", "max": "times", "limit": "times",
         "lr_factor": "lr_scale", "lr": "lr_scale", "exclude": "exclude_node",
+        "exclude_nodes": "exclude_node", "ramp": "ramp_steps", "skip": "skip_samples",
+        "window": "skip_samples", "back": "depth", "further_back": "depth", "seed": "reseed",
+        "max_skipped": "most_skipped",
     }  # fmt: skip
 
     do: Annotated[Action, BeforeValidator(_rung_action)] = Field(description="What is done.")
@@ -79,7 +97,13 @@ class Rung(Section):
     )
     factor: Factor | None = Field(
         default=None,
-        description="For shrink_micro_batch (below 1, 0.5) and raise_mem (above 1, 1.5).",
+        description="For shrink_micro_batch and fewer_workers (below 1, 0.5) and raise_mem "
+        "(above 1, 1.5).",
+    )
+    depth: Steps = Field(
+        default=0,
+        le=_DEEPEST,
+        description="How many good checkpoints further back than the newest.",
     )
     lr_scale: Factor = Field(
         default=1.0, le=1, description="Factor on the learning rate afterwards."
@@ -88,7 +112,19 @@ class Rung(Section):
         default=0, description="Steps until the learning rate is back; 0 means that it stays."
     )
     skip_samples: SkipSamples = Field(
-        default=SkipSamples.NONE, description="window: leave out the samples of the unstable steps."
+        default=SkipSamples.NONE,
+        description="window: leave out the samples of the unstable steps, and more of them where "
+        "the same place fails again.",
+    )
+    most_skipped: Count | None = Field(
+        default=None,
+        description="Never leave out more samples than this in all; without it, those of 256 steps "
+        "or 0.1 % of what was trained on so far, whichever is more.",
+    )
+    reseed: bool = Field(
+        default=False,
+        strict=True,
+        description="Draw other random numbers (dropout, ...); the order of samples stays.",
     )
     exclude_node: bool = Field(
         default=False, strict=True, description="Leave out the node that the incident started on."
@@ -105,12 +141,14 @@ class Rung(Section):
             # Frozen for everybody else.  (A validator that runs before would have to be handed
             # plain Python, where strictness means something else.)
             object.__setattr__(self, "factor", _DEFAULT_FACTOR[self.do])
-        if self.do is Action.SHRINK_MICRO_BATCH and not (self.factor or 0) < 1:
+        if self.do in _SMALLER and not (self.factor or 0) < 1:
             raise wrong_key("factor", f"expected less than 1, got {self.factor}")
         if self.do is Action.RAISE_MEM and not 1 < (self.factor or 0) <= 16:
             raise wrong_key("factor", f"expected more than 1 and at most 16, got {self.factor}")
         if self.ramp_steps and self.lr_scale == 1.0:
             raise wrong_key("ramp_steps", "there is nothing to ramp without lr_scale below 1")
+        if self.most_skipped is not None and self.skip_samples is SkipSamples.NONE:
+            raise wrong_key("most_skipped", "nothing is skipped without skip_samples: window")
         return self
 
     @model_serializer(mode="wrap")
@@ -129,7 +167,7 @@ Ladder = tuple[Rung, ...]
 _ENDINGS = frozenset({Action.REQUEUE, Action.HOLD})
 _PROCESS = _ENDINGS | {Action.RELAUNCH}
 _WATCHED = _PROCESS | {Action.WARN}
-_NUMERIC = _WATCHED | {Action.SKIP, Action.ROLLBACK, Action.RAISE}
+_NUMERIC = _WATCHED | {Action.SKIP, Action.ROLLBACK, Action.HOOK, Action.RAISE}
 
 #: What can cure what.
 _CURES: dict[Cause, frozenset[Action]] = {
@@ -138,7 +176,8 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.ADMIN_REQUEUE: _ENDINGS,
     Cause.NODE_FAIL: _PROCESS,
     Cause.CUDA_OOM: _PROCESS | {Action.SHRINK_MICRO_BATCH, Action.RAISE},
-    Cause.HOST_OOM: _PROCESS | {Action.RAISE_MEM},
+    Cause.HOST_OOM: _PROCESS
+    | {Action.RAISE_MEM, Action.FEWER_WORKERS, Action.SHRINK_MICRO_BATCH},
     Cause.NON_FINITE: _NUMERIC,
     Cause.LOSS_SPIKE: _NUMERIC,
     Cause.NCCL_ERROR: _PROCESS,
@@ -164,8 +203,14 @@ def _relaunch(times: int) -> Rung:
     return Rung(do=Action.RELAUNCH, times=times)
 
 
-def _rollback(skip: SkipSamples) -> Rung:
-    return Rung(do=Action.ROLLBACK, times=2, lr_scale=0.5, ramp_steps=200, skip_samples=skip)
+def _rollback(times: int) -> Rung:
+    return Rung(
+        do=Action.ROLLBACK,
+        times=times,
+        lr_scale=0.5,
+        ramp_steps=200,
+        skip_samples=SkipSamples.WINDOW,
+    )
 
 
 @cache
@@ -176,15 +221,23 @@ def _default_ladders() -> Mapping[Cause, Ladder]:
     """
     skip = Rung(do=Action.SKIP, times=3)
     stuck = (_relaunch(2), _requeue(3, exclude_node=True))
+    # Three, so that the window that is left out, four times as long each time, outgrows the bad
+    # data: 3 bad steps are found at once, 12 and then 48 are left out.
+    unstable = (skip, _rollback(3))
     return {
         Cause.PREEMPTED: (_requeue(),),
         Cause.TIME_LIMIT: (_requeue(),),
         Cause.ADMIN_REQUEUE: (_requeue(),),
         Cause.NODE_FAIL: (_requeue(10, exclude_node=True),),
         Cause.CUDA_OOM: (Rung(do=Action.SHRINK_MICRO_BATCH, times=3),),
-        Cause.HOST_OOM: (Rung(do=Action.RAISE_MEM, times=2),),
-        Cause.NON_FINITE: (skip, _rollback(SkipSamples.WINDOW)),
-        Cause.LOSS_SPIKE: (skip, _rollback(SkipSamples.NONE)),
+        Cause.HOST_OOM: (
+            Rung(do=Action.RAISE_MEM, times=2),
+            Rung(do=Action.FEWER_WORKERS, times=1),
+            # Trained on CPUs, what a GPU holds elsewhere lies there, too.
+            Rung(do=Action.SHRINK_MICRO_BATCH, times=3),
+        ),
+        Cause.NON_FINITE: unstable,
+        Cause.LOSS_SPIKE: unstable,
         Cause.NCCL_ERROR: stuck,
         Cause.HANG: stuck,
         Cause.GPU_ERROR: (_requeue(3, exclude_node=True),),

@@ -53,6 +53,8 @@ class Incident:
     #: Whether the step, computed again from the same state, was bad again: then data or model are
     #: to blame, else the hardware.  None where that was not tried.
     repeats: bool | None = None
+    #: What is bad lies in memory already (a weight, a moment): no sample is to blame for it.
+    in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

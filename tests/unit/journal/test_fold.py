@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from slurm_forge.journal import RunStatus, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
-from slurm_forge.journal.fold import CLOCK_SKEW_S, in_order
+from slurm_forge.journal.fold import CLOCK_SKEW_S, advance, in_order
 from slurm_forge.journal.state import RunState
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.trust import Trust
 
 
 @dataclass
@@ -253,6 +254,65 @@ def test_a_second_charge_moves_the_mark() -> None:
     story.progress(200).decide(Action.RELAUNCH, ident="b").commit(150)
     assert story.state().times(Cause.CRASH, 0) == 2
     assert story.commit(201).state().times(Cause.CRASH, 0) == 0
+
+
+@pytest.mark.parametrize("cause", [Cause.NON_FINITE, Cause.LOSS_SPIKE])
+def test_after_an_instability_only_a_good_checkpoint_past_it_frees_the_budget(cause: Cause) -> None:
+    """Training may get one step further each time, and never get over it."""
+    story = Story().start().progress(100).decide(Action.ROLLBACK, cause=cause)
+    assert story.commit(101).state().times(cause, 0) == 1
+    older, newer = story.name(100), story.name(101)
+    for name, left in ((older, 1), (newer, 0)):
+        story.tell(ev.CheckpointJudged(name=name, trust=Trust.GOOD, reason=""), "rank0")
+        assert story.state().times(cause, 0) == left
+
+
+def test_what_a_hook_decided_beside_the_ladder_is_charged_too() -> None:
+    story = Story().start().progress(100)
+    for number in range(3):
+        story.decide(Action.WARN, cause=Cause.LOSS_SPIKE, rung=None, ident=f"h{number}")
+    assert story.state().times(Cause.LOSS_SPIKE, None) == 3
+    assert story.state().times(Cause.LOSS_SPIKE, 0) == 0
+
+
+def test_where_the_last_rollback_led_to_is_remembered_until_training_is_past_it() -> None:
+    story = Story().start().commit(50).incident(Cause.NON_FINITE, 100, "i")
+    target = story.name(50)
+    story.tell(
+        ev.DecisionTaken(
+            decision=Decision(
+                incident_id="i",
+                cause=Cause.NON_FINITE,
+                action=Action.ROLLBACK,
+                reason="",
+                plan=RecoveryPlan(),
+                rung=1,
+                target=target,
+            )
+        )
+    )
+    rollback = story.state().rollback
+    assert rollback is not None
+    assert (rollback.place, str(rollback.target)) == (100, target)
+    story.commit(101)
+    assert story.state().rollback == rollback
+    story.tell(ev.CheckpointJudged(name=story.name(101), trust=Trust.GOOD, reason=""), "rank0")
+    assert story.state().rollback is None
+
+
+def test_what_was_decided_is_found_by_the_incident() -> None:
+    story = Story().start().decide(Action.RELAUNCH, ident="a").decide(Action.REQUEUE, ident="b")
+    story.decide(Action.HOLD, ident="a")
+    state = story.state()
+    found = [state.decided_on(ident) for ident in ("a", "b", "c")]
+    assert [each and each.action for each in found] == [Action.RELAUNCH, Action.REQUEUE, None]
+
+
+def test_a_state_can_be_carried_on_record_by_record() -> None:
+    state = RunState()
+    for record in in_order(long_story()):
+        state = advance(state, record)
+    assert state == fold(long_story())
 
 
 def test_a_decision_that_is_read_twice_is_applied_once() -> None:

@@ -10,9 +10,12 @@ from slurm_forge.journal.known import (
     KnownCheckpoint,
     after_instability,
     newest_usable,
+    rolled_back,
 )
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 from tests.unit.journal.test_fold import Story
 
@@ -154,3 +157,95 @@ def test_doubt_only_ever_takes_trust_away_and_twice_is_once(known: Known, onset:
 @pytest.mark.parametrize("onset", [1, 50])
 def test_newest_usable_of_nothing(onset: int) -> None:
     assert newest_usable(after_instability((), onset, Cause.NON_FINITE)) is None
+
+
+# -- rolling back ----------------------------------------------------------------------------------
+
+
+def roll_back(story: Story, step: int | None, ident: str = "r") -> Story:
+    return story.tell(
+        ev.DecisionTaken(
+            decision=Decision(
+                incident_id=ident,
+                cause=Cause.NON_FINITE,
+                action=Action.ROLLBACK,
+                reason="",
+                plan=RecoveryPlan(),
+                rung=1,
+                target=None if step is None else story.name(step),
+            )
+        )
+    )
+
+
+def test_what_is_younger_than_the_target_of_a_rollback_is_not_resumed_from() -> None:
+    story = roll_back(Story().start().commit(10).commit(20).commit(30), 20)
+    assert trusts(story) == {10: "written", 20: "written", 30: "suspect"}
+    (why,) = [each.why for each in story.state().known if each.why]
+    assert why == "rolled back past it, to step 20"
+
+
+def test_a_rollback_to_nothing_or_nonsense_casts_no_doubt() -> None:
+    story = roll_back(Story().start().commit(10), None)
+    assert trusts(story) == {10: "written"}
+    story.tell(
+        ev.DecisionTaken(
+            decision=Decision(
+                incident_id="n",
+                cause=Cause.NON_FINITE,
+                action=Action.ROLLBACK,
+                reason="",
+                plan=RecoveryPlan(),
+                target="edited by hand",
+            )
+        )
+    )
+    assert trusts(story) == {10: "written"}
+
+
+def test_only_the_first_decision_about_an_incident_counts() -> None:
+    story = roll_back(roll_back(Story().start().commit(10).commit(20), 20), 10)
+    assert trusts(story) == {10: "written", 20: "written"}
+
+
+def test_a_rollback_does_not_overrule_a_person() -> None:
+    story = judge(Story().start().commit(10).commit(20), 20, Trust.GOOD, by="cli")
+    assert trusts(roll_back(story, 10)) == {10: "written", 20: "good"}
+
+
+def test_what_is_written_after_the_rollback_is_trusted_as_any_other() -> None:
+    story = roll_back(Story().start().commit(10).commit(20), 10)
+    story.launch = 2
+    assert sorted(each.trust.value for each in story.commit(20).state().known) == [
+        "suspect",
+        "written",
+        "written",
+    ]
+
+
+@given(histories(), st.integers(0, 40))
+def test_going_back_takes_trust_away_from_younger_ones_only(known: Known, step: int) -> None:
+    target = CheckpointName(step, 1, 1, "ffffffff")
+    once = rolled_back(known, target)
+    assert rolled_back(once, target) == once
+    for before, after in zip(known, once, strict=True):
+        if before.name.step <= step or before.by_person:
+            assert after == before
+        else:
+            assert after.trust is Trust.SUSPECT
+
+
+def test_the_onset_that_was_found_counts_more_than_the_steps_that_were_skipped() -> None:
+    story = skip(Story().start().commit(20).commit(30), 31, 32, 33)
+    story.tell(
+        ev.IncidentSeen(
+            incident=Incident(
+                id="x",
+                cause=Cause.LOSS_SPIKE,
+                confidence=Confidence.LIKELY,
+                step=33,
+                onset=25,
+            )
+        )
+    )
+    assert trusts(story) == {20: "written", 30: "suspect"}

@@ -1,137 +1,21 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record
-from slurm_forge.journal.fold import fold
 from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.decide import LR_FLOOR, skips_allowed
 from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
-from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.cause import Cause, Evidence
+from slurm_forge.vocabulary.decision import Action, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.unit.recovery.life import CAUSES, Life, incident
 
-CAUSES = st.sampled_from(list(Cause))
 #: What a ladder may go on with for ever: nobody's fault, and a commit may come any time.
 ENDLESS = {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE}
-
-
-def incident(cause: Cause, number: int = 1, **changes: object) -> Incident:
-    made = Incident(
-        id=f"1.{number}",
-        cause=cause,
-        confidence=Confidence.LIKELY,
-        step=100,
-        hosts=("n3",),
-        micro_batch=8,
-    )
-    return replace(made, **changes)  # type: ignore[arg-type]
-
-
-class Life:
-    """A run to which things happen; every decision goes through the journal, as in real life."""
-
-    def __init__(self, policy: Recovery | None = None) -> None:
-        self.policy = policy or default_recovery()
-        self.records: list[Record] = []
-        self.decisions: list[Decision] = []
-        self.tell(ev.AttemptStarted(job="1", restart_count=0, nodes=(), host="n1", via="x"))
-
-    def tell(self, event: ev.Event) -> None:
-        number = len(self.records)
-        record = Record(
-            attempt=1, launch=1, sequence=number, time=float(number), writer="s-0", event=event
-        )
-        self.records.append(record)
-
-    @property
-    def state(self) -> RunState:
-        return fold(self.records)
-
-    def happens(self, cause: Cause, *, coupled: bool = False, **changes: object) -> Decision:
-        seen = incident(cause, len(self.decisions), **changes)
-        self.tell(ev.IncidentSeen(incident=seen))
-        decision = decide(self.policy, self.state, seen, batch_coupled=coupled)
-        assert decision == decide(self.policy, self.state, seen, batch_coupled=coupled)
-        self.tell(ev.DecisionTaken(decision=decision))
-        self.decisions.append(decision)
-        return decision
-
-    def commit(self, step: int) -> None:
-        self.tell(
-            ev.CheckpointCommitted(
-                name=f"step-{step:08d}.a1.l1-0000000{len(self.decisions) % 10}",
-                step=step,
-                reason="",
-                seconds=1.0,
-                size=1,
-            )
-        )
-
-
-@st.composite
-def policies(draw: st.DrawFn) -> Recovery:
-    """Any policy that the spec accepts, from ladders of random rungs."""
-    ladders: dict[str, list[dict[str, object]]] = {}
-    for cause in draw(st.lists(CAUSES, unique=True, max_size=5)):
-        rungs = []
-        for _ in range(draw(st.integers(0, 3))):
-            rung: dict[str, object] = {"do": draw(st.sampled_from(list(Action))).value}
-            if draw(st.booleans()):
-                rung["times"] = draw(st.integers(1, 4))
-            if draw(st.booleans()):
-                rung["lr_scale"] = draw(st.sampled_from([0.1, 0.5, 1.0]))
-            if draw(st.booleans()):
-                rung["factor"] = draw(st.sampled_from([0.01, 0.5, 0.9, 1.5, 4.0]))
-            if draw(st.booleans()):
-                rung["exclude_node"] = True
-            try:
-                Recovery.model_validate({cause.value: [*rungs, rung]})
-            except ValidationError:
-                continue
-            rungs.append(rung)
-        try:
-            Recovery.model_validate({cause.value: rungs})
-        except ValidationError:
-            continue
-        ladders[cause.value] = rungs
-    return Recovery.model_validate(ladders)
-
-
-@settings(max_examples=120, deadline=None)
-@given(policy=policies(), causes=st.lists(CAUSES, min_size=1, max_size=25), coupled=st.booleans())
-def test_without_progress_every_ladder_ends_and_no_rung_exceeds_its_budget(
-    policy: Recovery, causes: list[Cause], coupled: bool
-) -> None:
-    life = Life(policy)
-    for cause in causes:
-        life.happens(cause, coupled=coupled)
-    taken: dict[tuple[Cause, int], int] = {}
-    for decision in life.decisions:
-        if decision.rung is not None:
-            key = (decision.cause, decision.rung)
-            taken[key] = taken.get(key, 0) + 1
-            rung = policy.ladder(decision.cause)[decision.rung]
-            assert decision.action is rung.do
-            assert decision.action not in (Action.SKIP, Action.WARN)
-            assert rung.times is None or taken[key] <= rung.times
-    for cause in set(causes):
-        own = [d.action for d in life.decisions if d.cause is cause]
-        final = {Action.HOLD, Action.RAISE, Action.STOP}
-        ended = [number for number, action in enumerate(own) if action in final]
-        if ended:
-            assert all(action in final for action in own[ended[0] :]), own
-    micro = [d.plan.micro_batch for d in life.decisions if d.plan.micro_batch is not None]
-    assert all(size >= 1 for size in micro)
-    assert not (coupled and micro)
-    assert all(d.plan.lr_factor >= LR_FLOOR for d in life.decisions)
 
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if cause not in ENDLESS])
@@ -139,7 +23,9 @@ def test_by_default_every_cause_is_held_in_the_end(cause: Cause) -> None:
     life = Life()
     actions = [life.happens(cause).action for _ in range(20)]
     assert actions[-1] in (Action.HOLD, Action.STOP)
-    assert life.decisions[-1].reason
+    # Whoever reads it knows what to do, but for what they asked for themselves.
+    asked = cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
+    assert asked or "; next: " in life.decisions[-1].reason
 
 
 @pytest.mark.parametrize("cause", sorted(ENDLESS))
@@ -186,6 +72,17 @@ def test_reading_a_decision_again_changes_nothing(cause: Cause, times: int) -> N
     assert (after.plan, after.spent, after.status) == (before.plan, before.spent, before.status)
 
 
+def test_an_incident_that_was_decided_on_is_not_decided_on_again() -> None:
+    """A supervisor that carries out what rank 0 has written down asks for it by its id."""
+    life = Life()
+    life.commit(50, good=True)
+    first = life.happens(Cause.NON_FINITE, id="1.1.1")
+    again = life.happens(Cause.NON_FINITE, id="1.1.1")
+    assert again == first
+    assert life.state.plan.lr_factor == 0.5
+    assert life.state.times(Cause.NON_FINITE, 1) == 1
+
+
 def test_out_of_memory_halves_the_micro_batch_down_to_one_and_then_holds() -> None:
     policy = Recovery.model_validate({"cuda_oom": [{"do": "shrink_micro_batch", "times": 9}]})
     life, sizes, size = Life(policy), [], 5
@@ -229,6 +126,7 @@ def test_a_rollback_cuts_the_learning_rate_from_the_checkpoint_on(cause: Cause, 
     # The second time it is cut from where the ramp has led to, not from the bottom again.
     second = life.happens(cause, step=180)
     assert second.plan.lr_factor == pytest.approx(0.375)
+    assert second.plan.lr_from_step == 80
 
 
 def test_the_learning_rate_has_a_floor() -> None:
@@ -239,11 +137,29 @@ def test_the_learning_rate_has_a_floor() -> None:
     assert factors[1:] == [LR_FLOOR] * 9
 
 
-def test_host_memory_is_raised_step_by_step() -> None:
+def test_host_memory_is_raised_step_by_step_and_then_less_is_used() -> None:
     life = Life()
-    factors = [life.happens(Cause.HOST_OOM).plan.mem_factor for _ in range(3)]
-    assert factors == [1.5, 2.25, 2.25]
-    assert life.decisions[-1].action is Action.HOLD
+    found = [life.happens(Cause.HOST_OOM) for _ in range(7)]
+    assert [each.plan.mem_factor for each in found[:4]] == [1.5, 2.25, 2.25, 2.25]
+    assert [each.plan.worker_factor for each in found[:4]] == [1.0, 1.0, 0.5, 0.5]
+    assert [each.action for each in found[3:6]] == [Action.SHRINK_MICRO_BATCH] * 3
+    assert [(c.parameter, c.old, c.new) for c in found[2].changes] == [
+        ("worker_factor", "1", "0.5")
+    ]
+    assert found[6].action is Action.HOLD
+    assert "resources.mem" in found[6].reason
+
+
+@pytest.mark.parametrize(
+    ("mem", "why"), [(None, "names no resources.mem"), (0, "all of the node's memory")]
+)
+def test_memory_that_nobody_asked_for_is_not_raised(mem: int | None, why: str) -> None:
+    life = Life()
+    assert life.happens(Cause.HOST_OOM, mem=mem).action is Action.FEWER_WORKERS
+    held = [life.happens(Cause.HOST_OOM, mem=mem) for _ in range(4)][-1]
+    assert held.action is Action.HOLD
+    assert why in held.reason
+    assert held.plan.mem_factor == 1.0
 
 
 def test_the_node_that_failed_is_left_out_and_the_others_stay_left_out() -> None:
@@ -277,23 +193,35 @@ def test_leaving_out_what_is_left_out_already_is_no_change() -> None:
 
 
 def test_on_one_machine_there_is_no_other_node_to_go_to() -> None:
-    life = Life()
-    life.records.clear()
-    life.tell(
-        ev.AttemptStarted(
-            job="local-1", restart_count=0, nodes=("n3",), host="n3", via=ev.VIA_THIS_MACHINE
-        )
-    )
+    life = Life(via=ev.VIA_THIS_MACHINE)
     decision = life.happens(Cause.NODE_FAIL)
     assert decision.plan.exclude_nodes == ()
     assert decision.changes == ()
     assert decision.action is Action.REQUEUE
 
 
+def test_warning_is_for_a_process_that_goes_on() -> None:
+    ladder = {"loss_spike": [{"do": "warn", "times": 2}, {"do": "requeue", "times": 1}]}
+    policy = Recovery.model_validate(ladder)
+    life = Life(policy)
+    actions = [life.happens(Cause.LOSS_SPIKE, in_process=True).action for _ in range(4)]
+    assert actions == [Action.WARN, Action.WARN, Action.REQUEUE, Action.HOLD]
+    assert Life(policy).happens(Cause.LOSS_SPIKE).action is Action.REQUEUE
+
+
+def test_a_hold_that_the_job_file_asks_for_says_so() -> None:
+    policy = Recovery.model_validate({"non_finite": [{"do": "hold"}]})
+    assert (
+        "as the job file says; next: look at the loss"
+        in Life(policy).happens(Cause.NON_FINITE).reason
+    )
+
+
 def test_skipping_is_the_programs_own_cure_and_not_a_launchs() -> None:
     policy = default_recovery()
     assert skips_allowed(policy, Cause.NON_FINITE) == 3
     assert Life().happens(Cause.NON_FINITE).action is Action.ROLLBACK
+    assert skips_allowed(policy, Cause.LOSS_SPIKE) == 3
     none = Recovery.model_validate({"non_finite": [{"do": "hold"}]})
     assert skips_allowed(none, Cause.NON_FINITE) == 0
 
@@ -301,7 +229,11 @@ def test_skipping_is_the_programs_own_cure_and_not_a_launchs() -> None:
 def test_relaunching_can_cut_the_learning_rate_too() -> None:
     rung = Rung.model_validate({"do": "relaunch", "times": 1, "lr_scale": 0.5})
     policy = default_recovery().model_copy(update={"crash": (rung,)})
-    assert Life(policy).happens(Cause.CRASH).plan.lr_factor == 0.5
+    life = Life(policy)
+    life.commit(80, good=True)
+    life.commit(100)
+    plan = life.happens(Cause.CRASH, step=100).plan
+    assert (plan.lr_factor, plan.lr_from_step) == (0.5, 100)
 
 
 # -- running into the time limit without getting anywhere ------------------------------------------

@@ -10,7 +10,10 @@ from slurm_forge.spec import from_yaml, job_from_mapping
 
 HEAD = "name: x\nentry: a.b:f\n"
 HIDDEN = "line breaks, control and invisible characters are not allowed here"
-ACTIONS = "warn, skip, rollback, shrink_micro_batch, raise_mem, relaunch, requeue, hold, raise"
+ACTIONS = (
+    "warn, skip, rollback, shrink_micro_batch, raise_mem, fewer_workers, hook, relaunch, requeue, "
+    "hold, raise"
+)
 OPTION = "not the long name of an sbatch option (small letters, digits and dashes, without the leading --)"
 NAME = (
     "a name is 1 to 64 letters, digits, dots, dashes and underscores, "

@@ -25,6 +25,7 @@ from slurm_forge.spec import (
     load_job,
     to_yaml,
 )
+from slurm_forge.spec.faults import Fault
 
 JOB = """\
 name: tiny-gpt
@@ -224,6 +225,33 @@ def test_run_yaml_round_trips_exactly(values: dict[str, object]) -> None:
     again = from_yaml(text)
     assert again == spec
     assert to_yaml(again) == text
+
+
+@pytest.mark.parametrize("text", [
+    'inject: [nan@120, "oom@200:rank1"]', "inject: nan@120,oom@200:rank1",
+    "inject:\n- nan@120\n- oom@step=200,rank=1",
+])  # fmt: skip
+def test_faults_on_purpose_in_a_list_or_in_one_text(text: str) -> None:
+    spec = from_yaml(f"name: x\nentry: a:f\n{text}\n")
+    assert spec.inject == (Fault.parse("nan@120"), Fault.parse("oom@200:rank1"))
+    assert from_yaml(to_yaml(spec)) == spec
+    assert job_from_mapping({"name": "x", "entry": "a:f", "inject": spec.inject}) == spec
+
+
+@pytest.mark.parametrize(("text", "line", "said"), [
+    ("inject: [nan@3, nna@4]", 3, 'inject[1]: "nna" is no fault (did you mean "nan"?)'),
+    ("inject:\n- nan@3\n- kill@4:rnak=1", 5,
+     'inject[1]: "rnak" in "kill@4:rnak=1" is not understood (did you mean "rank"?)'),
+    ("inject: nan", 3, 'inject: "nan": says no step; write nan@120'),
+    ("inject: 3", 3, 'inject: expected faults such as "nan@120", or a list of them'),
+    ("inject: [3]", 3, "inject[0]: expected a fault such as nan@120"),
+    ("inject: [nan@3, nan@step=3]", 3, 'inject: "nan@3" is there twice'),
+    ("faults: [nan@3]", 3, 'faults: unknown key (did you mean "inject"?)'),
+])  # fmt: skip
+def test_a_wrong_fault_is_told_with_its_line(text: str, line: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(f"name: x\nentry: a:f\n{text}\n", "job.yaml")
+    assert str(caught.value) == f"job.yaml:{line}: {said}"
 
 
 def test_run_yaml_says_the_defaults_too() -> None:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
-import pytest
+import contextlib
 
+import pytest
+from pydantic import ValidationError
+
+from slurm_forge.errors import ConfigError
 from slurm_forge.spec import Recovery, Rung, SkipSamples, default_recovery, from_yaml
+from slurm_forge.spec.recovery import keys_of
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
@@ -29,7 +34,7 @@ def test_the_default_ladders() -> None:
     recovery = default_recovery()
     rollback = Rung(
         do=Action.ROLLBACK,
-        times=2,
+        times=3,
         lr_scale=0.5,
         ramp_steps=200,
         skip_samples=SkipSamples.WINDOW,
@@ -38,11 +43,16 @@ def test_the_default_ladders() -> None:
         Rung(do=Action.RELAUNCH, times=2),
         Rung(do=Action.REQUEUE, times=3, exclude_node=True),
     )
-    assert recovery.ladder(Cause.NON_FINITE) == (Rung(do=Action.SKIP, times=3), rollback)
+    unstable = (Rung(do=Action.SKIP, times=3), rollback)
+    assert recovery.ladder(Cause.NON_FINITE) == recovery.ladder(Cause.LOSS_SPIKE) == unstable
     assert recovery.ladder(Cause.CUDA_OOM) == (
         Rung(do=Action.SHRINK_MICRO_BATCH, factor=0.5, times=3),
     )
-    assert recovery.ladder(Cause.HOST_OOM) == (Rung(do=Action.RAISE_MEM, factor=1.5, times=2),)
+    assert recovery.ladder(Cause.HOST_OOM) == (
+        Rung(do=Action.RAISE_MEM, factor=1.5, times=2),
+        Rung(do=Action.FEWER_WORKERS, factor=0.5, times=1),
+        Rung(do=Action.SHRINK_MICRO_BATCH, factor=0.5, times=3),
+    )
     assert recovery.ladder(Cause.NODE_FAIL) == (
         Rung(do=Action.REQUEUE, times=10, exclude_node=True),
     )
@@ -65,6 +75,11 @@ def test_what_is_not_said_keeps_its_default_and_an_empty_ladder_holds_at_once() 
         (Cause.NODE_FAIL, "{do: requeue}"),
         (Cause.NON_FINITE, "{do: relaunch, times: 1, lr_scale: 0.5, exclude_node: true}"),
         (Cause.CUDA_OOM, "{do: shrink_micro_batch, times: 1, factor: 0.75}"),
+        (Cause.HOST_OOM, "{do: fewer_workers, times: 2, factor: 0.25}"),
+        (Cause.NON_FINITE, "{do: hook, times: 5}"),
+        (Cause.LOSS_SPIKE, "{do: rollback, times: 1, depth: 2, reseed: true, exclude_node: true}"),
+        (Cause.LOSS_SPIKE, "{do: rollback, times: 1, skip_samples: window, most_skipped: 4096}"),
+        (Cause.NON_FINITE, "{do: relaunch, times: 1, skip_samples: window, reseed: true}"),
     ],
 )
 def test_rungs_that_are_allowed(cause: Cause, rung: str) -> None:
@@ -75,4 +90,79 @@ def test_rungs_that_are_allowed(cause: Cause, rung: str) -> None:
 def test_a_factor_has_a_default_where_it_means_something() -> None:
     assert Rung(do=Action.SHRINK_MICRO_BATCH, times=1).factor == 0.5
     assert Rung(do=Action.RAISE_MEM, times=1).factor == 1.5
+    assert Rung(do=Action.FEWER_WORKERS, times=1).factor == 0.5
     assert Rung(do=Action.REQUEUE).factor is None
+
+
+#: A rung of non_finite (unless another cause stands before it), and what the user reads.
+MISTAKES = [
+    (
+        "{do: rollback, times: 1, depht: 2}",
+        'recovery.non_finite[0].depht: unknown key (did you mean "depth"?)',
+    ),
+    (
+        "{do: rollback, times: 1, seed: true}",
+        'recovery.non_finite[0].seed: unknown key (did you mean "reseed"?)',
+    ),
+    (
+        "{do: rollback, times: 1, depth: -1}",
+        "recovery.non_finite[0].depth: expected at least 0, got -1",
+    ),
+    (
+        "{do: rollback, times: 1, reseed: 1}",
+        "recovery.non_finite[0].reseed: expected true or false, got 1",
+    ),
+    (
+        "{do: rollback, times: 1, most_skipped: 100}",
+        "recovery.non_finite[0].most_skipped: nothing is skipped without skip_samples: window",
+    ),
+    (
+        "{do: relaunch, times: 1, depth: 2}",
+        'recovery.non_finite[0].depth: does not belong to "do: relaunch" (it takes times, '
+        "exclude_node, lr_scale, ramp_steps, skip_samples, most_skipped, reseed)",
+    ),
+    (
+        "{do: hook}",
+        'recovery.non_finite[0].do: say how often ("times: 2"); only preempted, time_limit, '
+        "node_fail, admin_requeue may go on without limit",
+    ),
+    (
+        "{do: fewer_workers, times: 1}",
+        'recovery.non_finite[0].do: "fewer_workers" does nothing about non_finite (try: warn, '
+        "skip, rollback, hook, relaunch, requeue, hold, raise)",
+    ),
+    (
+        "{do: rolback, times: 1}",
+        'recovery.non_finite[0].do: unknown value "rolback" (did you mean "rollback"?)',
+    ),
+]
+
+
+@pytest.mark.parametrize(("rung", "message"), MISTAKES)
+def test_a_mistake_is_named_with_the_nearest_right_word(rung: str, message: str) -> None:
+    text = f"name: x\nentry: a:f\nrecovery:\n  non_finite:\n  - {rung}\n"
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(text, "job.yaml")
+    assert str(caught.value).splitlines()[0] == f"job.yaml:5: {message}"
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_fewer_workers_are_fewer(factor: float) -> None:
+    text = (
+        "name: x\nentry: a:f\nrecovery:\n  host_oom: "
+        f"[{{do: fewer_workers, times: 1, factor: {factor}}}]"
+    )
+    with pytest.raises(ConfigError, match=r"factor: expected less than 1"):
+        from_yaml(text)
+
+
+@pytest.mark.parametrize("action", [action for action in Action if action is not Action.STOP])
+def test_every_action_has_its_keys_and_something_to_cure(action: Action) -> None:
+    required = {} if action in (Action.HOLD, Action.RAISE) else {"times": 1}
+    causes = []
+    for cause in Recovery.model_fields:
+        with contextlib.suppress(ValidationError):
+            Recovery.model_validate({cause: [{"do": action.value, **required}]})
+            causes.append(cause)
+    assert causes
+    assert set(keys_of(action)) <= set(Rung.model_fields)

@@ -1,0 +1,95 @@
+"""``policy``: what would be done about trouble, tried on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["app"]
+
+_MOST = 1_000_000_000
+_DEFAULT_EVERY = 100
+
+app = typer.Typer(
+    name="policy",
+    help="What would be done about trouble.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Steps = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=_MOST, help="Steps between two checkpoints."),
+]
+
+
+@app.callback()
+def _policy() -> None:
+    """What would be done about trouble."""
+
+
+@app.command()
+def test(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    cause: Annotated[
+        str, typer.Option(metavar="CAUSE", help="A key of recovery:, such as non_finite or hang.")
+    ],
+    at: Annotated[int, typer.Option(metavar="STEP", min=1, max=_MOST, help="Where.")] = 1000,
+    repeat: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100, help="How often, each time as before.")
+    ] = 1,
+    every_steps: Steps = None,
+    global_batch: Annotated[
+        int, typer.Option(metavar="N", min=1, max=_MOST, help="Samples of one step.")
+    ] = 512,
+    micro_batch: Annotated[
+        int, typer.Option(metavar="N", min=1, max=_MOST, help="Samples of one forward pass.")
+    ] = 8,
+    json: Annotated[
+        bool, typer.Option("--json", help="For programs: the keys stay as they are.")
+    ] = False,
+) -> None:
+    """Print what would be done if a cause struck, step by step; nothing is started.
+
+    The decisions are the real ones, the events are made up.  The program's hooks are not asked.
+
+    Example:  slurm-forge policy test train.yaml --cause non_finite --at 1200 --repeat 3
+    """
+    from slurm_forge.cli.failing import fail
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.recovery.rehearsal import Assumed, rehearse
+    from slurm_forge.report.encoding import to_json
+    from slurm_forge.report.policy_text import policy_test, policy_text
+    from slurm_forge.spec import load_job
+
+    try:
+        meant = _cause(cause)
+        spec = load_job(job)
+    except (ForgeError, OSError) as error:
+        fail(error)
+    assumed = Assumed(
+        every_steps=every_steps or spec.checkpoint.every_steps or _DEFAULT_EVERY,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+    )
+    found = rehearse(spec, meant, at=at, repeat=repeat, assumed=assumed)
+    typer.echo(to_json(policy_test(spec, found)) if json else policy_text(spec, found), nl=json)
+
+
+def _cause(text: str) -> Cause:
+    from slurm_forge.documents import did_you_mean
+    from slurm_forge.errors import ConfigError
+    from slurm_forge.spec import Recovery
+    from slurm_forge.vocabulary.cause import Cause
+
+    known = [each.value for each in Cause]
+    if text not in known:
+        near = did_you_mean(text, known, Recovery.known_as)
+        raise ConfigError(f'--cause: unknown cause "{text[:40]}" {near}')
+    return Cause(text)

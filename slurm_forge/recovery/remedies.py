@@ -1,0 +1,35 @@
+"""What a person can do once the ladder of a cause is used up."""
+
+from __future__ import annotations
+
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["remedy"]
+
+_UNSTABLE = (
+    "look at the loss, the data and the learning rate around that step; to go on from further back "
+    "see slurm-forge checkpoints"
+)
+_REMEDIES = {
+    Cause.CUDA_OOM: "use smaller models or sequences, activation checkpointing, or more GPUs",
+    Cause.HOST_OOM: "ask for more memory (resources.mem), or use fewer data-loader workers",
+    Cause.NON_FINITE: _UNSTABLE,
+    Cause.LOSS_SPIKE: _UNSTABLE,
+    Cause.TIME_LIMIT: "save more often (checkpoint.every_minutes), or ask for more time",
+    Cause.NODE_FAIL: "leave the failing nodes out (resources.exclude)",
+    Cause.HANG: "look in the output for what the rank that the evidence names was waiting for",
+    Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",
+    Cause.GPU_ERROR: "report the node to the cluster's support and leave it out",
+    Cause.STORAGE: "look at quota and free space of the run's file system",
+    Cause.CHECKPOINT_BAD: "see why none is used (slurm-forge checkpoints list): promote one, or "
+    "bring the folder back",
+    Cause.APP_ERROR: "correct the error that the evidence shows",
+    Cause.CRASH: "look at the log of the rank that died",
+    Cause.ENV_MISMATCH: "put back what differs (explain says what), or allow it under environment:",
+    Cause.EXTERNAL_SERVICE: "see whether the service answers again",
+}
+
+
+def remedy(cause: Cause) -> str:
+    """One line, in the imperative."""
+    return _REMEDIES.get(cause, "look at the evidence (slurm-forge explain)")

@@ -1,0 +1,186 @@
+"""What each rung of a ladder does to the recovery plan, or why it can't be applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from slurm_forge.journal.events import VIA_THIS_MACHINE
+from slurm_forge.journal.known import INSTABILITY
+from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.targets import Target, again, next_start, target_of
+from slurm_forge.recovery.windows import left_out, shown
+from slurm_forge.spec.recovery import Rung, SkipSamples
+from slurm_forge.vocabulary.decision import Action, Change, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["LR_FLOOR", "Applied", "Circumstances", "apply", "changes_between"]
+
+#: The learning rate is never cut below this share of the scheduler's own, however often.
+LR_FLOOR = 1 / 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What a decision rests on beside policy, state and incident.
+
+    ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all
+    of the node).  ``in_process``: the launch goes on, so that warning is something to do.
+    ``hook``: the program has a hook that can be asked.
+    """
+
+    batch_coupled: bool = False
+    mem: int | None = None
+    in_process: bool = False
+    hook: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The plan in force afterwards, what changed, and what else there is to say."""
+
+    plan: RecoveryPlan
+    changes: tuple[Change, ...] = ()
+    target: Target | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances) -> Applied | str:
+    """The plan after a rung, or in a few words why the rung can't be applied."""
+    plan = state.plan
+    match rung.do:
+        case Action.SHRINK_MICRO_BATCH:
+            smaller = _smaller_micro_batch(rung, plan, incident, given)
+            if isinstance(smaller, str):
+                return smaller
+            now = incident.micro_batch or plan.micro_batch
+            changes = (Change("micro_batch", str(now), str(smaller)),)
+            return Applied(plan=replace(plan, micro_batch=smaller), changes=changes)
+        case Action.RAISE_MEM:
+            if _here(state):
+                return "nobody limits memory on this machine"
+            if given.mem is None:
+                return "the job file names no resources.mem, so what to raise is not known"
+            if given.mem == 0:
+                return "resources.mem: 0 is all of the node's memory already"
+            raised = replace(plan, mem_factor=plan.mem_factor * (rung.factor or 1.5))
+            return Applied(plan=raised, changes=changes_between(plan, raised))
+        case Action.FEWER_WORKERS:
+            fewer = replace(plan, worker_factor=plan.worker_factor * (rung.factor or 0.5))
+            return Applied(plan=fewer, changes=changes_between(plan, fewer))
+        case Action.ROLLBACK | Action.RELAUNCH:
+            return _go_back(rung, state, incident)
+        case Action.REQUEUE:
+            excluded = _excluded(rung, state, incident)
+            return Applied(plan=excluded, changes=changes_between(plan, excluded))
+        case Action.WARN if not given.in_process:
+            return "the launch is over: nothing to go on with"
+        case Action.HOOK if not given.hook:
+            return "no hook decided"
+        case _:
+            return Applied(plan=plan)
+
+
+def _smaller_micro_batch(
+    rung: Rung, plan: RecoveryPlan, incident: Incident, given: Circumstances
+) -> int | str:
+    if given.batch_coupled:
+        return "batch_coupled: the micro-batch is part of the result"
+    now = incident.micro_batch or plan.micro_batch
+    if now is None or now <= 1:
+        return "the micro-batch can't get any smaller"
+    return min(now - 1, max(1, int(now * (rung.factor or 0.5))))
+
+
+def _go_back(rung: Rung, state: RunState, incident: Incident) -> Applied | str:
+    """A rollback, or a relaunch, which goes on from the newest checkpoint that may be used."""
+    plan = state.plan
+    remarks: list[str] = []
+    if rung.do is Action.ROLLBACK:
+        target = target_of(state, incident, rung.depth)
+        if isinstance(target, str):
+            return target
+        remarks.append(_where(target))
+    else:
+        target = next_start(state)
+    # Computed again it was fine: neither data nor learning rate are to blame.  Where it comes a
+    # second time, that verdict was not worth much.
+    same = again(state, incident)
+    blameless = incident.repeats is False or incident.in_memory
+    hardware = blameless and not same
+    if incident.repeats is False:
+        suspects = ", ".join(incident.hosts) or "a node"
+        remarks.append(f"computed again it was fine: {suspects} suspect")
+    after = plan
+    place = target.step if incident.step is None else incident.step
+    before = scale = plan.lr_scale(place)
+    if rung.lr_scale != 1.0 and not hardware:
+        # At the same place again: half of what was not enough, however far the ramp had led.
+        now = min(before, plan.lr_factor) if same else before
+        scale = min(1.0, max(LR_FLOOR, now * rung.lr_scale))
+        after = replace(
+            after,
+            lr_factor=scale,
+            lr_from_step=target.step,
+            lr_ramp_steps=_ramp(rung.ramp_steps, place - target.step, same=same),
+        )
+    if rung.skip_samples is SkipSamples.WINDOW and not blameless:
+        skipped = left_out(plan.skipped, incident, rung.most_skipped)
+        if isinstance(skipped, str):
+            return skipped
+        after = replace(after, skipped=skipped)
+    if rung.reseed and not hardware:
+        after = replace(after, reseeded=plan.reseeded + 1)
+    if incident.cause not in INSTABILITY or incident.repeats is False:
+        after = replace(after, exclude_nodes=_excluded(rung, state, incident).exclude_nodes)
+    changes = changes_between(plan, after)
+    if scale != before:
+        changes = (Change("lr_scale", f"{before:g}", f"{scale:g}"), *changes)
+    going_back = target if rung.do is Action.ROLLBACK else None
+    return Applied(plan=after, changes=changes, target=going_back, remarks=tuple(remarks))
+
+
+def _ramp(steps: int, distance: int, *, same: bool) -> int:
+    """How long the learning rate takes to come back.
+
+    Not until training is past the trouble, or it would meet it as it did before.
+    """
+    if steps == 0 or distance <= 0:
+        return steps
+    return steps + distance if same or steps <= distance else steps
+
+
+def _where(target: Target) -> str:
+    if target.name is None:
+        return "nothing was saved yet: from the start"
+    further = ", one further back than the last time" if target.further else ""
+    return f"to step {target.step}{further}"
+
+
+def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, ...]:
+    """What differs, but for the learning rate, whose scale depends on the step."""
+    texts = (
+        ("micro_batch", _text(before.micro_batch), _text(after.micro_batch)),
+        ("mem_factor", f"{before.mem_factor:g}", f"{after.mem_factor:g}"),
+        ("worker_factor", f"{before.worker_factor:g}", f"{after.worker_factor:g}"),
+        ("skipped_samples", shown(before.skipped), shown(after.skipped)),
+        ("reseeded", str(before.reseeded), str(after.reseeded)),
+        ("exclude_nodes", ",".join(before.exclude_nodes), ",".join(after.exclude_nodes)),
+    )
+    return tuple(Change(name, old, new) for name, old, new in texts if old != new)
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _excluded(rung: Rung, state: RunState, incident: Incident) -> RecoveryPlan:
+    """The plan without the nodes that the incident started on, where there are others to go to."""
+    plan = state.plan
+    if not rung.exclude_node or _here(state):
+        return plan
+    return replace(plan, exclude_nodes=tuple(sorted({*plan.exclude_nodes, *incident.hosts})))
+
+
+def _here(state: RunState) -> bool:
+    """Whether the run is on one machine without Slurm: there are no others, nor limits."""
+    return bool(state.attempts) and state.attempts[-1].via == VIA_THIS_MACHINE

@@ -1,0 +1,89 @@
+"""Where a rollback goes back to: good checkpoints from before the trouble, newest first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_forge.journal.fold import onset_of
+from slurm_forge.journal.state import RunState
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.decision import Incident
+from slurm_forge.vocabulary.trust import Trust
+
+__all__ = ["Target", "again", "may_be_used", "next_start", "target_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The checkpoint to go back to; None where nothing was ever saved: training starts over.
+
+    ``further``: it is an older one than the last time.
+    """
+
+    name: CheckpointName | None
+    further: bool = False
+
+    @property
+    def step(self) -> int:
+        """The step that training goes on from."""
+        return 0 if self.name is None else self.name.step
+
+
+def again(state: RunState, incident: Incident) -> bool:
+    """Whether this is the trouble of the last rollback: it began where that one was, or before.
+
+    Training that has got past it since, as far as a good checkpoint, is another trouble's.
+    """
+    if state.rollback is None:
+        return False
+    onset = onset_of(state, incident)
+    place = state.rollback.place
+    return onset is None or place is None or onset <= place
+
+
+def next_start(state: RunState) -> Target:
+    """Where a start would go on from now."""
+    names = (each.name for each in state.known if state.refusal(each.name) is None)
+    return Target(max(names, default=None))
+
+
+def may_be_used(state: RunState, incident: Incident) -> tuple[CheckpointName, ...]:
+    """Checkpoints that an incident leaves to go back to, newest first, one of a step.
+
+    Good ones where there are any; else those from before the onset are all there is.
+    Nobody goes back past what a person has promoted: a start would resume from it.
+    """
+    onset = onset_of(state, incident)
+    usable = [
+        each
+        for each in state.known
+        if state.refusal(each.name) is None
+        and (onset is None or each.name.step < onset or each.by_person)
+    ]
+    good = [each for each in usable if each.trust is Trust.GOOD]
+    names: list[CheckpointName] = []
+    for each in sorted(good or usable, key=lambda each: each.name, reverse=True):
+        if not names or each.name.step < names[-1].step:
+            names.append(each.name)
+            if each.by_person:
+                break
+    return tuple(names)
+
+
+def target_of(state: RunState, incident: Incident, depth: int = 0) -> Target | str:
+    """Where a rollback goes back to, ``depth`` good ones further than the newest, or why nowhere.
+
+    The same trouble once more goes one further back than the last time, where there is one.
+    """
+    names = may_be_used(state, incident)
+    if not names:
+        if state.known or state.gone or state.committed_step is not None:
+            return "no checkpoint from before it may be used (slurm-forge checkpoints list)"
+        return Target(None)
+    last = None if state.rollback is None else state.rollback.target
+    if last is not None and again(state, incident):
+        older = [name for name in names if name.step < last.step]
+        if older:
+            return Target(older[0], further=True)
+        return Target(names[-1])
+    return Target(names[min(depth, len(names) - 1)])

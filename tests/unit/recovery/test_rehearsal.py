@@ -1,0 +1,86 @@
+"""What ``policy test`` shows is what the real decisions would be."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.recovery.rehearsal import Assumed, rehearse
+from slurm_forge.spec import JobSpec, from_yaml
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.unit.recovery.life import CAUSES, policies
+
+JOB = from_yaml("name: x\nentry: a:f\n")
+FINAL = {Action.HOLD, Action.RAISE, Action.STOP}
+
+
+def job_with(recovery: Recovery) -> JobSpec:
+    return JOB.model_copy(update={"recovery": recovery})
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=policies(),
+    cause=CAUSES,
+    at=st.integers(1, 3000),
+    repeat=st.integers(1, 6),
+    every=st.integers(1, 500),
+)
+def test_any_policy_can_be_rehearsed_and_ends_within_its_budget(
+    policy: Recovery, cause: Cause, at: int, repeat: int, every: int
+) -> None:
+    found = rehearse(
+        job_with(policy), cause, at=at, repeat=repeat, assumed=Assumed(every_steps=every)
+    )
+    assert 1 <= len(found.acts) <= repeat
+    ladder = policy.ladder(cause)
+    going_on = [act for act in found.acts if act.decision.action not in FINAL]
+    if found.end is None:
+        assert any(rung.times is None for rung in ladder)
+    else:
+        taken = len(going_on) + sum(each.times for each in found.then)
+        assert taken <= sum(rung.times or 0 for rung in ladder)
+        assert found.end.action in FINAL
+    for act in found.acts:
+        assert act.left is None or act.left >= 0
+        if act.decision.target is not None:
+            assert int(act.decision.target[5:13]) < at
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    asked = {"at": 1200, "repeat": 3, "assumed": Assumed()}
+    one = rehearse(JOB, Cause.NON_FINITE, **asked)  # type: ignore[arg-type]
+    assert one == rehearse(JOB, Cause.NON_FINITE, **asked)  # type: ignore[arg-type]
+
+
+def test_only_as_many_checkpoints_are_there_as_would_be_kept() -> None:
+    """With two kept, the third time there is nothing further back."""
+    job = from_yaml("name: x\nentry: a:f\ncheckpoint: {keep_last: 2}\n")
+    found = rehearse(job, Cause.NON_FINITE, at=1200, repeat=3, assumed=Assumed())
+    targets = [int((act.decision.target or "")[5:13]) for act in found.acts]
+    assert targets == [1100, 1000, 1000]
+
+
+def test_the_samples_that_fail_next_lie_behind_those_left_out() -> None:
+    found = rehearse(JOB, Cause.LOSS_SPIKE, at=500, repeat=3, assumed=Assumed(global_batch=1))
+    windows = [act.decision.plan.skipped for act in found.acts]
+    assert [(w[0].first, w[0].stop) for w in windows] == [(499, 502), (499, 511), (499, 547)]
+
+
+def test_a_million_steps_are_rehearsed_at_once() -> None:
+    found = rehearse(JOB, Cause.NON_FINITE, at=10**9, repeat=1, assumed=Assumed(every_steps=1))
+    assert found.acts[0].decision.target is not None
+
+
+def test_what_is_left_out_counts_up_to_the_jobs_limit() -> None:
+    """Three bad steps lie behind the three that are left out, and only five may be."""
+    text = (
+        "name: x\nentry: a:f\nrecovery: {loss_spike: [{do: skip, times: 3}, "
+        "{do: rollback, times: 3, skip_samples: window, most_skipped: 5}]}\n"
+    )
+    assumed = Assumed(global_batch=1)
+    found = rehearse(from_yaml(text), Cause.LOSS_SPIKE, at=500, repeat=3, assumed=assumed)
+    assert [act.decision.action for act in found.acts] == [Action.ROLLBACK, Action.HOLD]
+    assert "6 samples would be left out" in found.acts[-1].decision.reason

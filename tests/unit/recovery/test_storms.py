@@ -1,0 +1,237 @@
+"""Whatever happens, however often: budgets hold, nothing suspect is used, and it ends in hold."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import fields
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.journal.fold import fold
+from slurm_forge.journal.known import newest_usable
+from slurm_forge.journal.state import RunState, RunStatus
+from slurm_forge.recovery import decide
+from slurm_forge.recovery.decide import LR_FLOOR
+from slurm_forge.recovery.windows import total
+from slurm_forge.spec.recovery import Recovery, default_recovery
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
+from slurm_forge.vocabulary.trust import Trust
+from tests.unit.recovery.life import CAUSES, UNSTABLE, Life, incident, policies
+
+FINAL = {Action.HOLD, Action.RAISE, Action.STOP}
+BATCH = 32
+LONGEST = 10_000
+
+
+class Storm:
+    """Incidents at random places, checked one by one; with progress in between or without."""
+
+    def __init__(self, policy: Recovery, seed: int, *, twice: bool = False) -> None:
+        self.life = Life(policy, twice=twice)
+        self.random = random.Random(seed)
+        self.reached = 0
+        self.taken: Counter[tuple[Cause, int | None]] = Counter()
+        #: How far training had got when each of them was taken last.
+        self.marks: dict[tuple[Cause, int | None], int] = {}
+        self.saved = False
+
+    def strike(self, cause: Cause, *, ahead: bool = False) -> Decision:
+        draw = self.random
+        length = draw.randint(1, 6)
+        onset = draw.randint(self.reached + 1 if ahead else 1, self.reached + 50)
+        step = onset + length - 1
+        first = (onset - 1) * BATCH
+        window = SampleWindow(first, first + length * BATCH)
+        seen_at = draw.choice([step, step, step, None])
+        unstable = cause in UNSTABLE
+        before = self.life.state
+        decision = self.life.happens(
+            cause,
+            coupled=draw.random() < 0.1,
+            mem=draw.choice([None, 0, 1 << 30]),
+            in_process=draw.random() < 0.3,
+            step=seen_at,
+            onset=draw.choice([onset, None]) if unstable else None,
+            window=draw.choice([window, window, None]) if unstable else None,
+            repeats=draw.choice([True, False, None]) if unstable else None,
+            hosts=draw.choice([(), (f"n{draw.randint(1, 5)}",)]),
+            micro_batch=draw.choice([None, 1, 7, 64]),
+        )
+        self.reached = max(self.reached, seen_at or 0)
+        self.taken[decision.cause, decision.rung] += 1
+        self.marks[decision.cause, decision.rung] = self.reached
+        self.check(before, decision)
+        return decision
+
+    def wander(self) -> None:
+        """A checkpoint on ground that was known already: no progress, whatever is said of it."""
+        known = min(self.marks.values(), default=self.reached)
+        if known:
+            name = self.life.commit(self.random.randint(1, known))
+            self.saved = True
+            if self.random.random() < 0.7:
+                self.life.judge(name, self.random.choice(list(Trust)))
+
+    def progress(self) -> None:
+        self.reached += self.random.randint(1, 100)
+        self.life.commit(self.reached, good=True)
+        self.saved = True
+        self.taken.clear()
+        self.marks.clear()
+
+    def check(self, before: RunState, decision: Decision) -> None:
+        after, plan = self.life.state, decision.plan
+        policy = self.life.policy
+        if decision.rung is None:
+            assert decision.action in (Action.HOLD, Action.STOP)
+        else:
+            rung = policy.ladder(decision.cause)[decision.rung]
+            assert decision.action is rung.do
+            assert rung.times is None or self.taken[decision.cause, decision.rung] <= rung.times
+        assert decision.action not in (Action.SKIP, Action.HOOK)
+        if decision.action in FINAL:
+            assert decision.reason
+            assert plan == before.plan
+            assert after.status in (RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED)
+        if decision.action is Action.ROLLBACK:
+            self.check_target(before, after, decision)
+        assert after.plan == plan
+        assert LR_FLOOR <= plan.lr_factor <= 1.0
+        assert plan.micro_batch is None or plan.micro_batch >= 1
+        check_windows(before.plan, plan)
+
+    def check_target(self, before: RunState, after: RunState, decision: Decision) -> None:
+        if decision.target is None:
+            assert not self.saved, "a run that has saved is not started over"
+            return
+        name = CheckpointName.parse(decision.target)
+        (found,) = [each for each in before.known if each.name == name]
+        assert found.trust is not Trust.SUSPECT
+        assert before.refusal(name) is None
+        resumed = newest_usable(after.known)
+        assert resumed is not None and resumed.name.step == name.step
+        assert decision.plan.lr_from_step in (before.plan.lr_from_step, name.step)
+
+
+def check_windows(before: RecoveryPlan, after: RecoveryPlan) -> None:
+    windows = after.skipped
+    assert all(each.first < each.stop for each in windows)
+    assert all(a.stop < b.first for a, b in pairwise(windows))
+    for old in before.skipped:
+        assert any(new.first <= old.first and old.stop <= new.stop for new in windows)
+
+
+def unlimited(policy: Recovery, cause: Cause) -> bool:
+    return any(r.times is None and r.do not in FINAL for r in policy.ladder(cause))
+
+
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(max_examples=80, deadline=None)
+@given(policy=policies(), seed=SEEDS, strikes=st.integers(1, 60), twice=st.booleans())
+def test_any_policy_in_any_storm(policy: Recovery, seed: int, strikes: int, twice: bool) -> None:
+    storm = Storm(policy, seed, twice=twice)
+    for _ in range(strikes):
+        storm.random.choice([storm.wander, storm.progress, lambda: None])()
+        storm.strike(storm.random.choice(list(Cause)))
+    assert fold(storm.life.records) == storm.life.state
+
+
+@settings(max_examples=40, deadline=None)
+@given(policy=policies(), seed=SEEDS, cause=CAUSES)
+def test_without_progress_every_limited_ladder_is_held_and_stays_so(
+    policy: Recovery, seed: int, cause: Cause
+) -> None:
+    storm = Storm(policy, seed)
+    budget = sum(rung.times or 0 for rung in policy.ladder(cause))
+    actions = []
+    for _ in range(budget + 3):
+        storm.wander()
+        actions.append(storm.strike(cause).action)
+    if unlimited(policy, cause):
+        return
+    # A rung that could not be applied may be later, when it happens otherwise: so count.
+    assert sum(action not in FINAL for action in actions) <= budget
+    assert any(action in FINAL for action in actions)
+
+
+def test_ten_thousand_incidents_without_progress_are_held_after_a_handful() -> None:
+    """Somebody starts the run again every time: the budgets stay used, whatever is done."""
+    policy = default_recovery()
+    limited = [cause for cause in Cause if policy.ladder(cause) and not unlimited(policy, cause)]
+    budget = sum(rung.times or 0 for cause in limited for rung in policy.ladder(cause))
+    storm = Storm(policy, 1)
+    storm.progress()
+    going_on = 0
+    for _ in range(LONGEST):
+        going_on += storm.strike(storm.random.choice(limited)).action not in FINAL
+    assert 0 < going_on <= budget
+
+
+def test_a_thousand_incidents_with_progress_in_between_are_all_survived() -> None:
+    """Each of them is another trouble: training got past the one before."""
+    rollback = {"do": "rollback", "times": 1, "lr_scale": 0.5, "ramp_steps": 200}
+    storm = Storm(Recovery.model_validate({"non_finite": [rollback]}), 3)
+    for number in range(1_000):
+        storm.progress()
+        if number % 50 == 0:
+            names = [str(each.name) for each in storm.life.state.known[:-5]]
+            storm.life.prune(names)
+        cause = storm.random.choice((Cause.NON_FINITE, Cause.HANG, Cause.CRASH))
+        decision = storm.strike(cause, ahead=True)
+        assert decision.action not in FINAL, (number, decision.reason)
+
+
+@settings(max_examples=40, deadline=None)
+@given(policy=policies(), seed=SEEDS, strikes=st.integers(1, 30))
+def test_what_is_written_twice_counts_once(policy: Recovery, seed: int, strikes: int) -> None:
+    once, twice = Storm(policy, seed), Storm(policy, seed, twice=True)
+    for storm in (once, twice):
+        for _ in range(strikes):
+            storm.random.choice([storm.wander, storm.progress])()
+            storm.strike(storm.random.choice(list(Cause)))
+    assert once.life.decisions == twice.life.decisions
+    for part in ("plan", "spent", "known", "status", "rollback", "applied", "high_water"):
+        assert getattr(once.life.state, part) == getattr(twice.life.state, part), part
+
+
+@settings(max_examples=40, deadline=None)
+@given(policy=policies(), seed=SEEDS, cause=CAUSES)
+def test_the_same_state_gives_the_same_decision(policy: Recovery, seed: int, cause: Cause) -> None:
+    storm = Storm(policy, seed)
+    for _ in range(5):
+        storm.wander()
+        storm.strike(cause)
+    state, seen = storm.life.state, incident(cause, 999)
+    assert decide(policy, state, seen) == decide(policy, fold(storm.life.records), seen)
+
+
+def test_no_plan_can_change_the_global_batch_or_the_order_of_the_samples() -> None:
+    assert {each.name for each in fields(RecoveryPlan)} == {
+        "lr_factor",
+        "lr_from_step",
+        "lr_ramp_steps",
+        "micro_batch",
+        "mem_factor",
+        "exclude_nodes",
+        "skipped",
+        "reseeded",
+        "worker_factor",
+    }
+
+
+def test_the_windows_of_a_storm_keep_whole_batches() -> None:
+    storm = Storm(default_recovery(), 7)
+    for _ in range(100):
+        storm.progress()
+        storm.strike(Cause.NON_FINITE)
+    windows = storm.life.state.plan.skipped
+    assert windows and total(windows)
+    assert all(each.first % BATCH == each.stop % BATCH == 0 for each in windows)
