@@ -1,9 +1,9 @@
 """Batches of a step, exact after any interruption and for any number of ranks and loader workers.
 
-What is in a batch depends on (seed, dataset, samples consumed, rank, ranks, micro-batch) and on
-nothing else: the order comes from ``SampleOrder``, and Python's, numpy's and torch's generators are
-seeded from (seed, epoch, index) before each ``dataset[index]``.  Fetching leaves the random state
-of the training loop alone.
+What is in a batch depends on (seed, dataset, samples consumed, windows left out, rank, ranks,
+micro-batch) and on nothing else: the order comes from ``SampleOrder``, and Python's, numpy's and
+torch's generators are seeded from (seed, epoch, index) before each ``dataset[index]``.  Fetching
+leaves the random state of the training loop alone.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from slurm_forge.errors import ConfigError, UnsupportedError
 from slurm_forge.training.fetching import InProcess, MicroBatchMaker, Pace, StepIds, WorkerPool
-from slurm_forge.training.order import SampleId, SampleOrder
+from slurm_forge.training.order import SampleId, SampleOrder, Windows, micro_sizes
+from slurm_forge.vocabulary.plan import SampleWindow
 
 __all__ = ["Batch", "BatchSource"]
 
@@ -34,13 +36,16 @@ _MOST_STEPS_AHEAD = 64
 class Batch:
     """This rank's share of one optimizer step.
 
-    ``step`` is the number of optimizer steps done before it, ``consumed`` the samples of the stream
-    that all ranks together have used up once it is done.  ``micro_sizes`` are the samples in
-    each of ``micro_batches``; all ranks have as many, of the same sizes.
+    ``step`` is the number of optimizer steps done before it.  ``first`` is the position in the
+    sample stream of the first sample of all ranks, ``consumed`` the one behind the last: all before
+    it is used up, or left out, once this step is done.  A batch that a program made by itself has
+    no place in the stream.  ``micro_sizes`` are the samples in each of ``micro_batches``; all ranks
+    have as many, of the same sizes.
     """
 
     step: int
     consumed: int
+    first: int = 0
     micro_batches: tuple[Any, ...]
     micro_sizes: tuple[int, ...]
     sample_ids: tuple[SampleId, ...]
@@ -56,8 +61,9 @@ class BatchSource:
 
     ``dataset`` needs ``__len__`` and ``__getitem__`` (UnsupportedError otherwise).  ``micro_batch``
     is the most samples of one forward pass.  ``start_consumed`` and ``start_step`` say where to go
-    on (the step defaults to ``start_consumed // global_batch``).  ``collate_fn`` gets the samples
-    of one micro-batch; its randomness is seeded too.  Tensors are moved to ``device``.
+    on: any ``Batch.consumed`` (the step defaults to the steps that the samples before it make).
+    ``skipped`` are windows of the stream that are left out.  ``collate_fn`` gets the samples of one
+    micro-batch; its randomness is seeded too.  Tensors are moved to ``device``.
 
     ``seed`` is that of the samples' randomness (default: the order's).  ``worker_init_fn`` runs in
     each worker after ours; workers are forked unless ``multiprocessing_context`` says otherwise.
@@ -80,50 +86,52 @@ class BatchSource:
         seed: int | None = None,
         start_consumed: int = 0,
         start_step: int | None = None,
+        skipped: Sequence[SampleWindow] = (),
         prefetch_factor: int = 2,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | None = None,
     ) -> None:
         _check_dataset(dataset, order)
-        if micro_batch < 1:
-            raise ConfigError(
-                f"a micro-batch of {micro_batch} samples is empty",
-                next_step="Set micro_batch to the samples of one forward pass: 1 or more.",
-            )
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
-        share = order.share(ranks)
-        self._global_batch = order.global_batch
-        self._sizes = tuple(
-            min(micro_batch, share - start) for start in range(0, share, micro_batch)
-        )
+        self._order, self._rank, self._ranks = order, rank, ranks
+        self._without = Windows(skipped)
         self._consumed = start_consumed
-        self._step = start_consumed // order.global_batch if start_step is None else start_step
+        done = self._without.kept_before(start_consumed) // order.global_batch
+        self._step = done if start_step is None else start_step
         self._device = None if device is None else torch.device(device)
-        pin = pin_memory and torch.cuda.is_available()
-        make = MicroBatchMaker(
+        self._make = MicroBatchMaker(
             dataset, collate_fn or default_collate, order.seed if seed is None else seed
         )
-        steps = _steps(order, start_consumed, rank, ranks, self._sizes)
-        self._fetcher: InProcess | WorkerPool
-        if num_workers == 0:
-            self._fetcher = InProcess(make, steps, pin=pin)
-        else:
-            self._fetcher = WorkerPool(
-                make,
-                steps,
+        pin = pin_memory and torch.cuda.is_available()
+        self._in_process = partial(InProcess, self._make, pin=pin)
+        self._fetch: Callable[[Iterator[StepIds]], InProcess | WorkerPool] = self._in_process
+        if num_workers:
+            self._fetch = partial(
+                WorkerPool,
+                self._make,
                 pin=pin,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
                 worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context,
             )
+        self._sizes = self._cut(micro_batch)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Fetch from the present position on."""
+        steps = _step_ids(
+            self._order, self._consumed, self._rank, self._ranks, self._sizes, self._without
+        )
+        self._fetcher = self._fetch(steps)
+        self._fetched: tuple[StepIds, list[Any]] | None = None
         # Also at the interpreter's exit, before multiprocessing waits for its children.
         self._close = weakref.finalize(self, self._fetcher.close)
 
     @property
     def consumed(self) -> int:
-        """Samples of the stream, over all ranks, in the batches handed out and before them."""
+        """The position in the stream behind the batches handed out, over all ranks."""
         return self._consumed
 
     def start(self) -> None:
@@ -141,21 +149,67 @@ class BatchSource:
         was waited for.  In this process (no workers) it is called between samples only.  Raises
         what the dataset raised, with the worker's traceback, and ForgeError where a worker died.
         """
-        ids, parts = self._fetcher.next_step(Pace(poll, interval))
-        parts = [_to_device(part, self._device) for part in parts]
+        # Kept until it is handed out: moving it to a full device may fail, and be tried again.
+        self._fetched = self._fetched or self._fetcher.next_step(Pace(poll, interval))
+        ids, parts = self._fetched
+        kept = self._without.kept_before(self._consumed)
         batch = Batch(
             step=self._step,
-            consumed=self._consumed + self._global_batch,
-            micro_batches=tuple(parts),
+            first=self._without.at(kept),
+            consumed=self._without.at(kept + self._order.global_batch - 1) + 1,
+            micro_batches=tuple(_to_device(part, self._device) for part in parts),
             micro_sizes=self._sizes,
             sample_ids=tuple(sample for part in ids for sample in part),
         )
+        self._fetched = None
         self._consumed, self._step = batch.consumed, batch.step + 1
         return batch
+
+    def smaller(
+        self,
+        batch: Batch,
+        micro_batch: int,
+        poll: Callable[[], None] | None = None,
+        interval: timedelta = timedelta(seconds=0.2),
+    ) -> Batch:
+        """The same samples in other micro-batches, fetched again in this process.
+
+        Each sample has the randomness that it had; a collate function is called for other groups.
+        ``batch`` is one of this source, handed out last or earlier.  What ``poll`` raises is passed
+        on.
+        """
+        sizes = self._cut(micro_batch)
+        if sum(sizes) != batch.size:
+            raise ValueError(f"a batch of {batch.size} samples is not of this source")
+        ids = _split(batch.sample_ids, sizes)
+        _, parts = self._in_process(iter([ids])).next_step(Pace(poll, interval))
+        return dataclasses.replace(
+            batch,
+            micro_batches=tuple(_to_device(part, self._device) for part in parts),
+            micro_sizes=sizes,
+        )
+
+    def shrink(self, micro_batch: int) -> None:
+        """Hand out the following batches in micro-batches of this size.
+
+        What was prefetched is thrown away; workers are started anew with the next batch.
+        """
+        self._sizes = self._cut(micro_batch)
+        self._close()
+        self._begin()
 
     def close(self) -> None:
         """End the workers, a stuck one too, in less than a second; may be called twice."""
         self._close()
+
+    def _cut(self, micro_batch: int) -> tuple[int, ...]:
+        """The sizes of a step's micro-batches."""
+        if micro_batch < 1:
+            raise ConfigError(
+                f"a micro-batch of {micro_batch} samples is empty",
+                next_step="Set micro_batch to the samples of one forward pass: 1 or more.",
+            )
+        return micro_sizes(self._order.share(self._ranks), micro_batch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -170,16 +224,27 @@ class BatchSource:
         self.close()
 
 
-def _steps(
-    order: SampleOrder, consumed: int, rank: int, ranks: int, sizes: tuple[int, ...]
+def _step_ids(
+    order: SampleOrder,
+    consumed: int,
+    rank: int,
+    ranks: int,
+    sizes: tuple[int, ...],
+    without: Windows,
 ) -> Iterator[StepIds]:
     """One rank's sample ids, step by step, cut into micro-batches of ``sizes``."""
     ahead = max(1, min(_MOST_STEPS_AHEAD, _LOOK_AHEAD // sum(sizes)))
+    kept = without.kept_before(consumed)
     while True:
-        for samples in order.steps(consumed, ahead, rank=rank, ranks=ranks):
-            left = iter(samples)
-            yield [[next(left) for _ in range(size)] for size in sizes]
-        consumed += ahead * order.global_batch
+        begin = without.at(kept)
+        for samples in order.steps(begin, ahead, rank=rank, ranks=ranks, without=without):
+            yield _split(samples, sizes)
+        kept += ahead * order.global_batch
+
+
+def _split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:
+    left = iter(samples)
+    return [[next(left) for _ in range(size)] for size in sizes]
 
 
 def _check_dataset(dataset: Any, order: SampleOrder) -> None:

@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
+from slurm_forge.training.oom import LoaderKilledError
 from slurm_forge.training.order import SampleId
 from slurm_forge.training.rng import preserved, seed_sample
 from slurm_forge.training.shield import children_deaf_from_birth, shield_worker
@@ -159,6 +161,7 @@ class WorkerPool:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._died_at: float | None = None
+        self._kills = OomKills()
         self._iterator: Any = None
         # Also where Python's own default is the fork server (3.14): that one dies of a signal to
         # all processes of a step, and the workers' exit statuses with it.
@@ -182,6 +185,7 @@ class WorkerPool:
         """Start the workers and the fetching thread, unless they run."""
         if self._thread is not None:
             return
+        self._kills = read_oom_kills()
         with children_deaf_from_birth(self._start_method):
             self._iterator = iter(self._loader)
         # torch would raise in the main thread, at any instruction, when a worker ends; the fetching
@@ -298,7 +302,8 @@ class WorkerPool:
         workers = () if self._iterator is None else self._iterator._workers
         for number, worker in enumerate(workers):
             if worker.exitcode:
-                return _death_of(number, worker.pid, worker.exitcode)
+                told = killed_since(self._kills, read_oom_kills())
+                return _death_of(number, worker.pid, worker.exitcode, told)
         return None
 
 
@@ -330,15 +335,20 @@ def _wait(workers: Sequence[Any]) -> None:
             return
 
 
-def _death_of(number: int, pid: int | None, code: int) -> ForgeError:
-    if code < 0:
-        try:
-            how = f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            how = f"was killed by signal {-code}"
-    else:
-        how = f"ended with exit status {code}"
-    advice = "The worker's own message, if it left one, is above."
+def _death_of(number: int, pid: int | None, code: int, told: str | None) -> ForgeError:
+    """``told``: what the kernel's counters say about memory since the workers were started."""
+    who, advice = f"data-loader worker {number} (pid {pid})", "Its own message, if any, is above."
+    if code > 0:
+        return ForgeError(f"{who} ended with exit status {code}", next_step=advice)
+    try:
+        how = f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        how = f"was killed by signal {-code}"
+    for_memory = -code == signal.SIGKILL and told is not None
+    if for_memory:
+        how = f"{how} because memory ran out ({told})"
     if -code == signal.SIGKILL:
         advice = "Usually the host ran out of memory: use fewer num_workers or ask for more --mem."
-    return ForgeError(f"data-loader worker {number} (pid {pid}) {how}", next_step=advice)
+    elif -code == signal.SIGBUS:
+        advice = "Usually /dev/shm is full: use fewer num_workers, or make it larger."
+    return LoaderKilledError(f"{who} {how}", next_step=advice, for_memory=for_memory)

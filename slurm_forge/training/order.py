@@ -5,6 +5,10 @@ takes the next ``global_batch`` of it, and every rank takes an equal contiguous 
 the order does not depend on the number of ranks, on loader workers or on where a run was
 interrupted, and a position in it is one number: the samples consumed by all ranks.
 
+Windows of the stream may be left out (a recovery skips bad data).  A step then takes the next
+``global_batch`` samples that are in no window, in the order of the stream: what is not in a window
+comes exactly once, as if the stream had been written down without the windows.
+
 The permutation is our own, not ``torch.randperm`` or ``numpy.random.Generator.permutation``: both
 may change their streams between versions (numpy's NEP 19 says so), and a resume under another
 version would then repeat some samples and leave out others, silently.  It is the swap-or-not
@@ -17,20 +21,69 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = ["SampleId", "SampleOrder"]
+__all__ = ["SampleId", "SampleOrder", "Windows", "fitting_micro_batch", "micro_sizes"]
 
 #: (epoch from 0, index into the dataset).
 SampleId = tuple[int, int]
 
 _Words = npt.NDArray[np.uint64]
 _WORD = (1 << 64) - 1
+
+
+class Windows:
+    """The parts of the stream that are left out; in any order, overlapping or empty ones too.
+
+    Counts what is left: ``kept_before(p)`` samples of it lie before position p of the stream, and
+    the one that follows the first k of it is at position ``at(k)``.
+    """
+
+    def __init__(self, windows: Iterable[SampleWindow] = ()) -> None:
+        apart: list[SampleWindow] = []
+        for window in sorted(windows):
+            end = apart[-1].stop if apart else 0
+            if window.stop <= max(window.first, end):
+                continue
+            if apart and window.first <= end:
+                apart[-1] = SampleWindow(apart[-1].first, window.stop)
+            else:
+                apart.append(SampleWindow(max(window.first, 0), window.stop))
+        self._windows = apart
+        self._firsts = [window.first for window in apart]
+        #: Samples left out up to the end of each window, and kept before its begin.
+        self._out = list(accumulate(window.stop - window.first for window in apart))
+        self._kept = [w.stop - out for w, out in zip(apart, self._out, strict=True)]
+
+    def kept_before(self, position: int) -> int:
+        """Samples before ``position`` that are in no window."""
+        which = bisect_right(self._firsts, position) - 1
+        if which < 0:
+            return position
+        inside = position < self._windows[which].stop
+        return self._kept[which] if inside else position - self._out[which]
+
+    def at(self, kept: int) -> int:
+        """The position of the sample that follows the first ``kept`` ones that are in no window."""
+        which = bisect_right(self._kept, kept) - 1
+        return kept + (self._out[which] if which >= 0 else 0)
+
+    def all_at(self, kept: _Words) -> _Words:
+        """``at`` for many at once."""
+        if not self._windows:
+            return kept
+        out = np.array([0, *self._out], dtype=np.uint64)
+        which = np.searchsorted(np.array(self._kept, dtype=np.uint64), kept, side="right")
+        return kept + out[which]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +108,11 @@ class SampleOrder:
                 next_step="Set global_batch_size to the samples of one optimizer step, all ranks.",
             )
 
-    def indices(self, consumed: int, count: int) -> list[SampleId]:
-        """The ``count`` samples of the stream that follow the first ``consumed``."""
-        return self._at(np.arange(consumed, consumed + count, dtype=np.uint64))
+    def indices(self, consumed: int, count: int, without: Windows | None = None) -> list[SampleId]:
+        """The ``count`` samples that follow position ``consumed`` of the stream."""
+        without = without or Windows()
+        kept = without.kept_before(consumed)
+        return self._at(without.all_at(np.arange(kept, kept + count, dtype=np.uint64)))
 
     def share(self, ranks: int) -> int:
         """Samples per rank and step for ``ranks`` data-parallel ranks; ConfigError if uneven."""
@@ -69,18 +124,28 @@ class SampleOrder:
             )
         return self.global_batch // ranks
 
-    def steps(self, consumed: int, count: int, *, rank: int, ranks: int) -> list[list[SampleId]]:
-        """One rank's samples of the ``count`` steps that follow ``consumed`` samples.
+    def steps(
+        self,
+        consumed: int,
+        count: int,
+        *,
+        rank: int,
+        ranks: int,
+        without: Windows | None = None,
+    ) -> list[list[SampleId]]:
+        """One rank's samples of the ``count`` steps that follow position ``consumed``.
 
-        Rank r takes the r-th contiguous share of each global batch.  Asking for several steps at
-        once costs less than one by one.
+        Rank r takes the r-th contiguous share of each global batch, of what is left ``without``
+        the windows.  Asking for several steps at once costs less than one by one.
         """
+        without = without or Windows()
         share = self.share(ranks)
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         first = np.arange(count, dtype=np.uint64) * np.uint64(self.global_batch)
-        first += np.uint64(consumed + rank * share)
-        samples = self._at((first[:, None] + np.arange(share, dtype=np.uint64)).reshape(-1))
+        first += np.uint64(without.kept_before(consumed) + rank * share)
+        kept = (first[:, None] + np.arange(share, dtype=np.uint64)).reshape(-1)
+        samples = self._at(without.all_at(kept))
         return [samples[step * share : (step + 1) * share] for step in range(count)]
 
     def _at(self, positions: _Words) -> list[SampleId]:
@@ -94,6 +159,23 @@ class SampleOrder:
         keys = tables[0] if len(tables) == 1 else np.stack(tables, axis=2)[:, :, which]
         _shuffle(places, self.length, keys)
         return list(zip(epochs.tolist(), places.tolist(), strict=True))
+
+
+def micro_sizes(share: int, micro_batch: int) -> tuple[int, ...]:
+    """How a rank's share of a step is cut: ``micro_batch`` samples each, the rest at the end."""
+    return tuple(min(micro_batch, share - start) for start in range(0, share, micro_batch))
+
+
+def fitting_micro_batch(share: int, at_most: int) -> int:
+    """The micro-batch to use where no more than ``at_most`` samples fit into memory.
+
+    One that divides the share, so that all forward passes are alike, where that costs no more than
+    half of what fits; else all that fits, with a smaller one at the end (which the weighting of the
+    loss takes into account).
+    """
+    at_most = max(1, min(at_most, share))
+    even = next(size for size in range(at_most, 0, -1) if share % size == 0)
+    return even if 2 * even >= at_most else at_most
 
 
 def _round_keys(seed: int, epoch: int, length: int) -> _Words:

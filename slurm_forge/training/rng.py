@@ -39,15 +39,16 @@ def capture() -> dict[str, torch.Tensor]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, key, position, has_gauss, cached = numpy.random.get_state(legacy=True)[:5]
-        if kind != "MT19937":
+        found = numpy.random.get_state(legacy=False)  # a tuple is only had of the one we want
+        if found["bit_generator"] != "MT19937":
             raise UnsupportedError(
-                f"numpy's global generator is a {kind}, whose state is not kept",
+                f"numpy's global generator is a {found['bit_generator']}, whose state is not kept",
                 next_step="Leave numpy.random's own MT19937 in place; keep others in objects.",
             )
+        key, position = found["state"]["key"], found["state"]["pos"]
+        cached = found["gauss"] if found["has_gauss"] else None
         state[_NUMPY] = torch.tensor(
-            [*key.tolist(), position, *_from_gauss(cached if has_gauss else None)],
-            dtype=torch.int64,
+            [*key.tolist(), position, *_from_gauss(cached)], dtype=torch.int64
         )
     if _uses_cuda():
         state[_CUDA] = torch.cuda.get_rng_state().clone()

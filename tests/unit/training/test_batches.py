@@ -15,12 +15,15 @@ from multiprocessing import connection
 import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from slurm_forge.errors import ConfigError, ForgeError, UnsupportedError
 from slurm_forge.training import rng
 from slurm_forge.training.batches import BatchSource
 from slurm_forge.training.order import SampleOrder
+from slurm_forge.vocabulary.plan import SampleWindow
 
 SOON = timedelta(milliseconds=20)
 
@@ -76,7 +79,8 @@ def take(count, *, dataset=None, batch=12, seed=3, **how):
 def same(ours, theirs):
     assert [b.sample_ids for b in ours] == [b.sample_ids for b in theirs]
     assert [b.micro_sizes for b in ours] == [b.micro_sizes for b in theirs]
-    assert [(b.step, b.consumed) for b in ours] == [(b.step, b.consumed) for b in theirs]
+    places = [(b.step, b.first, b.consumed) for b in ours]
+    assert places == [(b.step, b.first, b.consumed) for b in theirs]
     for one, other in zip(ours, theirs, strict=True):
         for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
             assert torch.equal(a, b)
@@ -114,6 +118,103 @@ def test_workers_change_nothing(workers):
 def test_an_interruption_changes_nothing():
     expected = take(7)
     assert same(take(3) + take(4, start_consumed=36, num_workers=2), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    windows=st.lists(st.builds(SampleWindow, st.integers(0, 120), st.integers(0, 120)), max_size=4),
+    parts=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 12]), st.integers(1, 13)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_what_is_in_no_window_comes_once_and_in_order_whatever_interrupts(windows, parts):
+    """``parts`` are launches: steps, ranks and micro-batch of each."""
+    order, consumed, step, got, firsts = SampleOrder(3, 50, 12), 0, 0, [], []
+    for steps, ranks, micro in parts:
+        shares = [
+            take(
+                steps,
+                rank=rank,
+                ranks=ranks,
+                micro_batch=micro,
+                start_consumed=consumed,
+                start_step=step,
+                skipped=windows,
+            )
+            for rank in range(ranks)
+        ]
+        for batches in zip(*shares, strict=True):
+            got += [sample for batch in batches for sample in batch.sample_ids]
+            (place,) = {(batch.step, batch.first, batch.consumed) for batch in batches}
+            assert place[0] == step
+            firsts.append(place[1])
+            step, consumed = step + 1, place[2]
+    left = [at for at in range(1000) if not any(w.first <= at < w.stop for w in windows)]
+    assert got == [order.indices(at, 1)[0] for at in left[: len(got)]]
+    assert firsts == left[: len(got) : 12]
+    assert consumed == left[len(got) - 1] + 1
+
+
+def test_windows_with_workers_are_the_same():
+    how = {"skipped": [SampleWindow(24, 48), SampleWindow(60, 61)]}
+    expected = take(5, **how)
+    assert [(b.first, b.consumed) for b in expected[:4]] == [(0, 12), (12, 24), (48, 60), (61, 73)]
+    assert same(take(5, num_workers=2, **how), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_made_again_in_smaller_parts_has_the_same_samples(workers):
+    dataset = Noisy()
+    with BatchSource(
+        dataset, SampleOrder(3, 50, 12), rank=0, ranks=1, micro_batch=12, num_workers=workers
+    ) as source:
+        source.next_batch()
+        batch = source.next_batch()
+        before = rng.capture()
+        again = source.smaller(batch, 5)
+        after = rng.capture()
+        source.shrink(5)
+        following = [source.next_batch() for _ in range(2)]
+    assert again.micro_sizes == (5, 5, 2)
+    assert torch.equal(torch.cat(again.micro_batches), torch.cat(batch.micro_batches))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert same([again, *following], take(4)[1:])
+    assert worker_pids() == set()
+
+
+@pytest.mark.parametrize("smaller", [None, 2])
+def test_a_batch_that_did_not_fit_on_the_device_comes_again(smaller):
+    outcomes = iter([False, True, *[False] * 9])
+
+    class Heavy(list):
+        def to(self, device):
+            if next(outcomes):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self
+
+    with BatchSource(
+        Noisy(),
+        SampleOrder(3, 50, 5),
+        rank=0,
+        ranks=1,
+        micro_batch=5,
+        device="cpu",
+        collate_fn=Heavy,
+    ) as source:
+        source.next_batch()
+        with pytest.raises(torch.OutOfMemoryError):
+            source.next_batch()
+        if smaller is not None:
+            source.shrink(smaller)
+        again = [source.next_batch(), source.next_batch()]
+    expected = take(3, batch=5, micro_batch=smaller or 5)[1:]
+    assert [(b.sample_ids, b.micro_sizes) for b in again] == [
+        (b.sample_ids, b.micro_sizes) for b in expected
+    ]
+    assert [tuple(map(len, b.micro_batches)) for b in again] == [b.micro_sizes for b in expected]
+    assert [(b.step, b.first) for b in again] == [(1, 5), (2, 10)]
 
 
 def test_randomness_of_a_sample_is_the_same_for_any_ranks_and_micro_batch():

@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.training.order import SampleOrder
+from slurm_forge.training.order import SampleOrder, Windows, fitting_micro_batch, micro_sizes
+from slurm_forge.vocabulary.plan import SampleWindow
 
 lengths = st.integers(1, 400)
 seeds = st.integers(-(2**70), 2**70)
+#: Also empty ones, overlapping ones, some that touch, some twice, some out of order.
+windows = st.lists(st.builds(SampleWindow, st.integers(0, 300), st.integers(0, 300)), max_size=5)
+
+
+def left_by(windows, until=1000):
+    """The definition: positions in no window, one by one."""
+    return [at for at in range(until) if not any(w.first <= at < w.stop for w in windows)]
 
 
 @given(seed=seeds, length=lengths, epoch=st.integers(0, 5))
@@ -106,3 +114,50 @@ def test_uneven_shares_are_refused_with_what_would_work():
 def test_sizes_that_make_no_stream_are_refused(length, batch):
     with pytest.raises(ConfigError):
         SampleOrder(0, length, batch)
+
+
+@given(windows=windows, position=st.integers(0, 400))
+def test_positions_without_windows_are_those_that_are_in_none(windows, position):
+    left, without = left_by(windows), Windows(windows)
+    assert [without.at(number) for number in range(400)] == left[:400]
+    assert without.kept_before(position) == sum(at < position for at in left)
+
+
+@given(
+    windows=windows,
+    ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    consumed=st.integers(0, 400),
+    steps=st.integers(1, 5),
+)
+def test_a_step_takes_the_next_samples_that_are_in_no_window(windows, ranks, consumed, steps):
+    order, without = SampleOrder(5, 40, 12), Windows(windows)
+    shares = [
+        order.steps(consumed, steps, rank=rank, ranks=ranks, without=without)
+        for rank in range(ranks)
+    ]
+    together = [sample for step in range(steps) for share in shares for sample in share[step]]
+    wanted = [at for at in left_by(windows) if at >= consumed][: 12 * steps]
+    assert together == [order.indices(at, 1)[0] for at in wanted]
+    assert together == order.indices(consumed, 12 * steps, without)
+
+
+@given(share=st.integers(1, 200), at_most=st.integers(1, 400))
+def test_a_micro_batch_that_fits_is_even_where_that_costs_no_more_than_half(share, at_most):
+    chosen = fitting_micro_batch(share, at_most)
+    divisors = [size for size in range(1, share + 1) if share % size == 0 and size <= at_most]
+    assert 1 <= chosen <= min(share, at_most)
+    if any(2 * size >= min(share, at_most) for size in divisors):
+        assert chosen == divisors[-1]
+    else:
+        assert chosen == min(share, at_most)
+    sizes = micro_sizes(share, chosen)
+    assert sum(sizes) == share
+    assert max(sizes) == chosen
+    assert len(set(sizes[:-1])) <= 1
+
+
+@pytest.mark.parametrize(
+    ("share", "at_most", "chosen"), [(12, 5, 4), (13, 6, 6), (8, 4, 4), (7, 1, 1), (6, 50, 6)]
+)
+def test_micro_batches_by_example(share, at_most, chosen):
+    assert fitting_micro_batch(share, at_most) == chosen
