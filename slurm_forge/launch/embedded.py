@@ -24,6 +24,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.launch.timing import timing
+from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
@@ -172,7 +173,8 @@ class Embedded:
                     journal=self._attempt.journal,
                     fence=self._attempt.fence,
                 )
-                outcome = ladder.climb(self._decision.reason).taken.value
+                update = update_for(self._decision, self._attempt.file.job, self._watch.latest)
+                outcome = ladder.climb(self._decision.reason, update).taken.value
         else:
             code = 1
         self._attempt.end(outcome)

@@ -34,12 +34,12 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder, Taken
 from slurm_forge.launch.steps import StepProcess, srun_command
 from slurm_forge.launch.timing import timing
+from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
-from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
-from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
@@ -137,7 +137,9 @@ class _Supervisor:
                 self._leave(step)
                 self._attempt.end("finished")
                 return 0
-            if decision.action in RELAUNCHING and _may_stay(facts):
+            excluded = set(decision.plan.exclude_nodes) & set(self._environment.nodes)
+            # A node that is to be left out can't be while the allocation is kept.
+            if decision.action in RELAUNCHING and _may_stay(facts) and not excluded:
                 self._leave(step)
                 continue
             return self._go(decision, facts, step)
@@ -189,9 +191,8 @@ class _Supervisor:
             if decision.cause is Cause.ADMIN_REQUEUE:
                 outcome = Taken.REQUEUED.value
             else:
-                outcome = self._ladder.climb(
-                    decision.reason, _update(decision, self._attempt.file.job)
-                ).taken.value
+                update = update_for(decision, self._attempt.file.job, self._watch.latest)
+                outcome = self._ladder.climb(decision.reason, update).taken.value
         elif decision.action is Action.RAISE:
             outcome = "raised"
         self._leave(step)
@@ -210,18 +211,6 @@ def _may_stay(facts: LaunchFacts) -> bool:
     """Whether the allocation is still ours to start ranks in."""
     asked = facts.rank_signals or facts.batch_signals or facts.due_time_limit
     return not asked and not facts.stop_file
-
-
-def _update(decision: Decision, job: JobSpec) -> JobUpdate | None:
-    """What the waiting job is to be given: a user may change these while it is pending."""
-    plan, memory = decision.plan, job.resources.mem
-    more = memory is not None and plan.mem_factor != 1.0
-    if not more and not plan.exclude_nodes:
-        return None
-    return JobUpdate(
-        exclude_nodes=plan.exclude_nodes or None,
-        memory_per_node=int(memory * plan.mem_factor) if more and memory is not None else None,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,13 @@ _SIGNAL_EARLY = timedelta(seconds=90)
 _NODE_FAILURE = re.compile(
     r"node failure(?: on (?P<node>[\w.-]+)(?=\s|$))?|node_fail|node \S+ not responding", re.I
 )
-_OOM_KILL = re.compile(r"oom[-_ ]kill|Out Of Memory|OUT_OF_MEMORY", re.I)
+#: Words of slurmstepd and srun, in their own lines: ranks print "CUDA out of memory" beside them.
+_OOM_KILL = re.compile(
+    r"^(?:\S+: )?(?:slurmstepd|srun)[^:\s]*: .*?(?:oom[-_ ]kill|out[-_ ]of[-_ ]memory).*$",
+    re.I | re.M,
+)
+#: What a rank may say when a process of the launch, its own loader worker for one, was killed.
+_MAY_BE_MEMORY = frozenset({Cause.NCCL_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.HOST_OOM})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,8 @@ class LaunchFacts:
     probe_failed: bool = False
     exit_status: int | None = None
     launcher_text: str = ""
+    #: What the kernel's counters say about processes killed for memory during the launch.
+    killed_for_memory: str = ""
     #: Id of the incident that rank 0 has decided on already: only to be carried out.
     decided: str = ""
 
@@ -115,6 +123,8 @@ def _where(
         return (facts.late_ranks[0] if facts.late_ranks else None), facts.late_hosts
     if facts.lost and cause in (Cause.NODE_FAIL, Cause.CRASH, Cause.HOST_OOM):
         return facts.lost[0].rank, (facts.lost[0].host,)
+    if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
+        return first.rank, (first.host,)
     return None, ()
 
 
@@ -148,6 +158,9 @@ def _cause(facts: LaunchFacts) -> tuple[Cause, Confidence, tuple[Evidence, ...]]
         if first.everybody:
             return first.cause, Confidence.CERTAIN, (Evidence("all ranks", first.text),)
         words = Evidence(f"rank {first.rank} on {first.host}", first.text)
+        killed = _killed_for_memory(facts)
+        if killed and first.cause in _MAY_BE_MEMORY:
+            return Cause.HOST_OOM, Confidence.LIKELY, (words, *killed)
         return first.cause, Confidence.LIKELY, (words,)
     if facts.probe_failed:
         late = ", ".join(
@@ -155,7 +168,7 @@ def _cause(facts: LaunchFacts) -> tuple[Cause, Confidence, tuple[Evidence, ...]]
             for rank, host in zip(facts.late_ranks, facts.late_hosts, strict=False)
         )
         return Cause.HANG, Confidence.LIKELY, (Evidence("probe", f"late: {late or 'nobody'}"),)
-    told = _OOM_KILL.search(facts.launcher_text) or _NODE_FAILURE.search(facts.launcher_text)
+    told = _killed_for_memory(facts) or _NODE_FAILURE.search(facts.launcher_text)
     if asked and (facts.stopped_at is not None or not (told or facts.failures)):
         signals = ", ".join((*facts.rank_signals, *facts.batch_signals))
         text = f"{signals} without anything in Slurm's records that explains it"
@@ -247,13 +260,22 @@ def _launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
     return (Evidence("srun", text),) if text else ()
 
 
+def _killed_for_memory(facts: LaunchFacts) -> tuple[Evidence, ...]:
+    """What Slurm and the kernel say about processes that were killed for memory."""
+    lines = [" ".join(found[0].split()) for found in _OOM_KILL.finditer(facts.launcher_text)]
+    told = [Evidence("slurm", text[-400:]) for text in dict.fromkeys(lines[:3])]
+    if facts.killed_for_memory:
+        told.append(Evidence("kernel", facts.killed_for_memory))
+    return tuple(told)
+
+
 def _silent_end(facts: LaunchFacts) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     """The launch ended and nobody had said anything."""
-    text = facts.launcher_text
     lost = tuple(Evidence(f"rank {lost.rank}", f"on {lost.host}: gone") for lost in facts.lost)
     evidence = (*lost, *_launcher_words(facts))
-    if _OOM_KILL.search(text):
-        return Cause.HOST_OOM, Confidence.LIKELY, evidence
+    killed = _killed_for_memory(facts)
+    if killed:
+        return Cause.HOST_OOM, Confidence.LIKELY, (*lost, *killed)
     lost_node = _lost_node(facts)
     if lost_node is not None:
         cause, confidence, words = lost_node

@@ -99,6 +99,10 @@ class RunDirectory:
         """The folder of one attempt: logs, stacks, last words."""
         return self.attempts / str(number)
 
+    def memory_account(self, attempt: int, launch: int, rank: int) -> Path:
+        """What a rank that ran out of memory wrote about where it had gone."""
+        return self.attempt(attempt) / f"oom-rank{rank}-launch{launch}.txt"
+
     def rendezvous(self, key: str) -> Path:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
         return self.attempts / f"rendezvous-{key}.json"

@@ -1,24 +1,97 @@
-"""Telling an out-of-memory error from every other one.  Needs no torch."""
+"""Telling an out-of-memory error from every other one, and whose memory it was.  Needs no torch."""
 
 from __future__ import annotations
 
-__all__ = ["is_out_of_memory"]
+import errno
+from collections.abc import Iterator
+from enum import Enum
 
-#: Texts of allocators that raise a plain RuntimeError: torch's CPU allocator, cuBLAS, cuDNN, NCCL.
-_TEXTS = (
+from slurm_forge.errors import ForgeError
+
+__all__ = ["LoaderKilledError", "Memory", "is_out_of_memory", "memory_that_ran_out"]
+
+
+class Memory(str, Enum):
+    """Whose memory: another cure helps for each."""
+
+    #: The accelerator's: only a smaller micro-batch helps.
+    DEVICE = "device"
+    #: The node's: more of it, fewer loader workers, or (training on CPUs) a smaller micro-batch.
+    HOST = "host"
+
+
+class LoaderKilledError(ForgeError):
+    """A data-loader worker was killed by a signal; ``for_memory``: by the kernel, for memory."""
+
+    def __init__(self, message: str, *, next_step: str, for_memory: bool) -> None:
+        super().__init__(message, next_step=next_step)
+        self.for_memory = for_memory
+
+
+#: What libraries say in a plain RuntimeError.  Texts of PyTorch, cuBLAS, cuDNN, cuSOLVER, cuFFT,
+#: and NCCL (which only passes on what CUDA said).
+_DEVICE_TEXTS = (
     "CUDA out of memory",
+    "HIP out of memory",
+    "XPU out of memory",
+    "MPS backend out of memory",
     "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+)
+_HOST_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "HIP out of memory",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "unable to allocate shared memory",
+    "Cannot allocate memory",
 )
+#: A cause of a cause of a cause …: programs build no longer chains than this.
+_DEEPEST = 16
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch may cure it."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "OutOfMemoryError" in names:
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    """Whether memory ran out, of whatever kind: a smaller micro-batch may cure it."""
+    return memory_that_ran_out(error) is not None
+
+
+def memory_that_ran_out(error: BaseException) -> Memory | None:
+    """Which memory an exception, or what it was raised from, is about; None for other errors.
+
+    What was raised while an out-of-memory error was being handled is a consequence of it.
+    """
+    return next((kind for each in _chain(error) if (kind := _kind(each)) is not None), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    for _ in range(_DEEPEST):
+        if seen is None:
+            return
+        yield seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
+def _kind(error: BaseException) -> Memory | None:
+    if isinstance(error, LoaderKilledError):
+        return Memory.HOST if error.for_memory else None
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
+        return Memory.HOST
+    if "OutOfMemoryError" in {kind.__name__ for kind in type(error).__mro__}:
+        return Memory.DEVICE
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if any(words in text for words in _DEVICE_TEXTS):
+        return Memory.DEVICE
+    return Memory.HOST if any(words in text for words in _HOST_TEXTS) else None

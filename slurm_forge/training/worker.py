@@ -7,11 +7,10 @@ handlers are in place: a notice that comes during the imports is a notice, not t
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -19,20 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
 
 from slurm_forge.control import Member
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.errors import (
-    CheckpointError,
-    CheckpointMissingError,
-    ForgeError,
-    MismatchError,
-    RanksLostError,
-)
+from slurm_forge.errors import ForgeError
 from slurm_forge.integrations.trackers import tracker_variables
 from slurm_forge.journal import JournalWriter
 from slurm_forge.knobs import Knobs, LocalRanks
@@ -40,14 +32,13 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.spec.run_file import RunFile, read_run_file
-from slurm_forge.training.oom import is_out_of_memory
+from slurm_forge.training.last_words import cause_of, in_one_line, where
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-_STORAGE_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EDQUOT})
 
 
 class Outcome(str, Enum):
@@ -278,7 +269,11 @@ class _Rank:
         run = self._run
         trace = "".join(traceback.format_exception(error))
         sys.stderr.write(trace)
-        text = f"{type(error).__name__}: {_in_one_line(error)}{_where(error)}"
+        text = f"{type(error).__name__}: {in_one_line(error)}{where(error)}"
+        cause = cause_of(error)
+        if run is not None and cause in (Cause.CUDA_OOM, Cause.HOST_OOM):
+            with contextlib.suppress(Exception):  # the words matter more
+                self._account_for_memory(error)
         self._member.send(
             p.Failed(
                 step=0 if run is None else run.step_number,
@@ -286,57 +281,26 @@ class _Rank:
                 error=f"{type(error).__module__}.{type(error).__qualname__}",
                 text=text[:2000],
                 trace=trace,
-                cause=_cause(error).value,
+                cause=cause.value,
                 micro_batch=0 if run is None else run.micro_batch,
             )
         )
 
+    def _account_for_memory(self, error: BaseException) -> None:
+        """Where the memory had gone, for a person to look at; takes two seconds at most."""
+        from slurm_forge.training.memory import RankInfo, write_account
 
-def _in_one_line(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return (
-            f"sys.exit({error.code!r}) in the training function. Return from it when it is through."
+        run, place = self._run, self._place
+        info = RankInfo(
+            rank=place.rank,
+            world_size=place.world_size,
+            host=socket.gethostname(),
+            device=str(run.device),
+            step=run.step_number,
+            micro_batch=run.micro_batch,
         )
-    *lines, last = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return " ".join([*(line if line[-1] in ".:,;!?" else f"{line}." for line in lines), last])
-
-
-def _where(error: BaseException) -> str:
-    """The last line of the user's own that the error came through, where there is one."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_theirs(frame.filename):
-            return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
-    return ""
-
-
-def _is_theirs(file: str) -> bool:
-    """Whether a file is neither ours, nor torch's, nor the standard library's."""
-    ours = str(Path(__file__).parents[1])
-    standard = sysconfig.get_path("stdlib")
-    if file.startswith(("<", ours)) or f"{os.sep}site-packages{os.sep}torch{os.sep}" in file:
-        return False
-    return not file.startswith(standard) or f"{os.sep}site-packages{os.sep}" in file
-
-
-def _cause(error: BaseException) -> Cause:
-    """What an exception of a rank means, as far as its type and text tell."""
-    if is_out_of_memory(error):
-        return Cause.CUDA_OOM
-    if isinstance(error, CheckpointMissingError):
-        return Cause.CHECKPOINT_BAD
-    if isinstance(error, MismatchError):
-        return Cause.ENV_MISMATCH
-    if isinstance(error, RanksLostError):
-        return Cause.NCCL_ERROR
-    if isinstance(error, CheckpointError):
-        return Cause.STORAGE
-    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
-        return Cause.STORAGE
-    text = str(error)
-    if "NCCL" in text or "Connection closed by peer" in text or "gloo" in text.lower():
-        # Its peer went first; whoever that was has said so, or is gone.
-        return Cause.NCCL_ERROR
-    return Cause.APP_ERROR
+        file = self._directory.memory_account(run.attempt, run.launch, place.rank)
+        write_account(file, error, run.registry, info, run.device)
 
 
 def _stay(reason: str) -> None:

@@ -56,7 +56,14 @@ ENDING_NOW = job(JobState.COMPLETING, end_time=NOW)
 TERM = {"rank_signals": ("SIGTERM",)}
 BOTH = {**TERM, "batch_signals": ("SIGTERM",)}
 KILLED_NODE = "srun: error: Node failure on n2\nsrun: Job step aborted: Waiting up to 7 seconds"
-OOM = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4.0\nsrun: task 0: Out Of Memory"
+# As Slurm 22.05.8 says it; others write "slurmstepd:" without the node.
+OOM = (
+    "srun: error: n1: task 0: Out Of Memory\n"
+    "slurmstepd-n1: error: Detected 1 oom-kill event(s) in StepId=2.0. Some of your processes may "
+    "have been killed by the cgroup out-of-memory handler."
+)
+OLDER_OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0"
+CUDA_TEXT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.\n"
 
 CASES = [
     Case(
@@ -192,6 +199,61 @@ CASES = [
         hosts=("n1",),
         rank=1,
         says="rank 1: on n1: gone",
+    ),
+    Case(
+        "a rank was killed for memory, as another version of Slurm says it",
+        Cause.HOST_OOM,
+        Confidence.LIKELY,
+        {"lost": (LostRank(1, "n1"),), "exit_status": 143, "launcher_text": OLDER_OOM},
+        hosts=("n1",),
+        rank=1,
+        says="oom_kill event",
+    ),
+    Case(
+        "a rank was killed for memory, its peers' connections broke, and they spoke first",
+        Cause.HOST_OOM,
+        Confidence.LIKELY,
+        {
+            "lost": (LostRank(1, "n1"),),
+            "failures": (failed(Cause.NCCL_ERROR, 0), failed(Cause.NCCL_ERROR, 2)),
+            "launcher_text": OOM,
+        },
+        hosts=("n1",),
+        rank=1,
+    ),
+    Case(
+        "a loader worker was killed, and what the rank can't see Slurm says",
+        Cause.HOST_OOM,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.CRASH, 2),), "launcher_text": OOM},
+        hosts=("n2",),
+        rank=2,
+        says="oom-kill",
+    ),
+    Case(
+        "a rank is gone, and the kernel's counter of killed processes has risen",
+        Cause.HOST_OOM,
+        Confidence.LIKELY,
+        {"lost": (LostRank(1, "n1"),), "killed_for_memory": "oom_kill from 0 to 1 in /g"},
+        hosts=("n1",),
+        rank=1,
+        says="oom_kill from 0 to 1",
+    ),
+    Case(
+        "a rank that printed about its GPU's memory died of something else",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {"lost": (LostRank(1, "n1"),), "exit_status": 139, "launcher_text": CUDA_TEXT},
+        hosts=("n1",),
+        rank=1,
+    ),
+    Case(
+        "an exception of the program stays one, whoever was killed after it",
+        Cause.APP_ERROR,
+        Confidence.LIKELY,
+        {"failures": (failed(Cause.APP_ERROR),), "launcher_text": OOM},
+        hosts=("n2",),
+        rank=2,
     ),
     Case(
         "a rank was killed for memory, and srun's SIGTERM for the others came first",
