@@ -25,6 +25,8 @@ class _Place:
     seen: torch.Tensor | None = None
     version: int = 0
     changes: bool = False
+    #: Its module was in evaluation mode when the snapshot was taken.
+    asleep: bool = False
     #: Was in a snapshot over a whole step, so that ``changes`` can be relied on.
     observed: bool = False
 
@@ -46,8 +48,40 @@ class _Copies:
     """The values of buffers of one device and dtype, one after the other in one tensor."""
 
     places: list[_Place]
-    values: torch.Tensor
     shapes: list[torch.Size]
+    #: The buffers themselves, flattened, where they lie in memory now.
+    rows: list[torch.Tensor]
+    values: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class _Settled:
+    """What a whole step has shown, for as long as nothing in it is exchanged.
+
+    Then the next snapshot is the same calls on the same tensors; looking at each module again is
+    what costs time.
+    """
+
+    #: Every buffer by where its module keeps it, and every module's mode.
+    places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]
+    modules: list[nn.Module]
+    modes: list[bool]
+    #: Buffers that are not copied since they don't change.
+    constant: list[tuple[torch.Tensor, int]]
+    #: Where the copied ones lie: ``buffer.data = …`` moves them.
+    copied: list[torch.Tensor]
+    addresses: list[int]
+
+    def holds(self) -> bool:
+        """Whether it is as it was."""
+        for buffers, name, buffer in self.places:
+            if buffers.get(name) is not buffer:
+                return False
+        if [module.training for module in self.modules] != self.modes:
+            return False
+        if [buffer.data_ptr() for buffer in self.copied] != self.addresses:
+            return False
+        return all(buffer._version == version for buffer, version in self.constant)
 
 
 class BufferSnapshot:
@@ -71,16 +105,34 @@ class BufferSnapshot:
                     places.setdefault((part, name), place)
         self._places = list(places.values())
         self._copies: list[_Copies] = []
+        self._left_out: list[_Place] = []
+        self._settled: _Settled | None = None
         self.unprotected: tuple[str, ...] = ()
         self.take()
 
-    @torch.no_grad()
     def take(self) -> None:
         """Remember the values now: before the forward of a step."""
+        if self._places:
+            with torch.no_grad():
+                self._take()
+
+    def restore_where(self, skipped: torch.Tensor | bool) -> None:
+        """Put the values back where ``skipped`` is 1; a tensor is never waited for."""
+        if self._places:
+            with torch.no_grad():
+                self._restore_where(skipped)
+
+    def _take(self) -> None:
+        if self._settled is not None and self._settled.holds():
+            for copies in self._copies:
+                copies.values = torch.cat(copies.rows)
+            return
         by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[_Place, torch.Tensor]]] = {}
+        kept = set()
         for place in self._places:
             buffer = place.current()
-            if buffer is None or not place.module.training:
+            place.asleep = not place.module.training
+            if buffer is None or place.asleep:
                 continue
             if place.observed and place.has_changed():
                 place.changes = True
@@ -90,55 +142,87 @@ class BufferSnapshot:
             if buffer.layout is not torch.strided or is_lazy(buffer):
                 continue  # an adjacency matrix; a buffer without a shape yet
             by_kind.setdefault((buffer.device, buffer.dtype), []).append((place, buffer))
-        self._copies = [
-            _Copies(
-                [place for place, _ in some],
-                torch.cat([buffer.reshape(-1) for _, buffer in some]),
-                [buffer.shape for _, buffer in some],
+            kept.add(id(place))
+        self._copies = []
+        for some in by_kind.values():
+            rows = [buffer.reshape(-1) for _, buffer in some]
+            self._copies.append(
+                _Copies(
+                    [place for place, _ in some],
+                    [buffer.shape for _, buffer in some],
+                    rows,
+                    torch.cat(rows),
+                )
             )
-            for some in by_kind.values()
-        ]
+        self._left_out = [place for place in self._places if id(place) not in kept]
+        self._settled = self._settle()
 
-    @torch.no_grad()
-    def restore_where(self, found_inf: torch.Tensor) -> None:
-        """Put the values back where ``found_inf`` is 1, without waiting for it on CUDA."""
-        for copies in self._copies:
-            for place in copies.places:
-                # Before anything is written back: that would count as a change.
-                place.changes = place.changes or place.has_changed()
-                place.observed = True
-        self._note_unprotected()
-        if found_inf.device.type == "cpu" and not found_inf.item():
-            return
-        for copies in self._copies:
-            buffers, values = _changing(copies)
-            if not buffers:
-                continue
-            if found_inf.device.type != "cpu":
-                now = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                then = torch.cat([value.reshape(-1) for value in values])
-                chosen = torch.where(found_inf.to(now.device) != 0, then, now)
-                parts = torch.split(chosen, [buffer.numel() for buffer in buffers])
-                values = [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)]
-            torch._foreach_copy_(buffers, values)
-
-    def _note_unprotected(self) -> None:
-        """What is not in the snapshot and has changed, or has changed its shape."""
-        kept = {id(place) for copies in self._copies for place in copies.places}
+    def _restore_where(self, skipped: torch.Tensor | bool) -> None:
+        if self._settled is None:
+            for copies in self._copies:
+                for place in copies.places:
+                    # Before anything is written back: that would count as a change.
+                    place.changes = place.changes or place.has_changed()
+                    place.observed = True
         self.unprotected = tuple(
             place.path
-            for place in self._places
-            if place.module.training and id(place) not in kept and place.has_changed()
+            for place in self._left_out
+            if place.module.training and (place.asleep or place.has_changed())
+        )
+        if skipped is False:
+            return
+        as_they_were = self._settled is not None and self._settled.holds()
+        for copies in self._copies:
+            buffers, then = copies.rows, copies.values
+            if not as_they_were:
+                buffers, then = _changing(copies)
+            if not buffers:
+                continue
+            if isinstance(skipped, torch.Tensor):
+                now = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                then = torch.where(skipped.to(now.device) != 0, then, now)
+            values = list(torch.split(then, [buffer.numel() for buffer in buffers]))
+            if not as_they_were:
+                values = [part.view(b.shape) for part, b in zip(values, buffers, strict=True)]
+            torch._foreach_copy_(buffers, values)
+
+    def _settle(self) -> _Settled | None:
+        """What may be relied on from now on; None while something is still to be found out."""
+        copied = []
+        for copies in self._copies:
+            for place, row in zip(copies.places, copies.rows, strict=True):
+                buffer = place.module._buffers[place.name]
+                if not place.observed or buffer is None or isinstance(buffer, DTensor):
+                    return None
+                if row.data_ptr() != buffer.data_ptr():
+                    return None  # not contiguous: the row is a copy by itself
+                copied.append(buffer)
+        constant = []
+        for place in self._left_out:
+            buffer = place.module._buffers.get(place.name)
+            if buffer is None or not place.module.training:
+                continue
+            if not place.observed:
+                return None
+            constant.append((buffer, place.version))
+        modules = list(dict.fromkeys(place.module for place in self._places))
+        return _Settled(
+            [(p.module._buffers, p.name, p.module._buffers.get(p.name)) for p in self._places],
+            modules,
+            [module.training for module in modules],
+            constant,
+            copied,
+            [buffer.data_ptr() for buffer in copied],
         )
 
 
-def _changing(copies: _Copies) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _changing(copies: _Copies) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The buffers that this step may have changed, as they are now, and their values before."""
     buffers, values = [], []
-    parts = torch.split(copies.values, [shape.numel() for shape in copies.shapes])
+    parts = torch.split(copies.values, [row.numel() for row in copies.rows])
     for place, shape, part in zip(copies.places, copies.shapes, parts, strict=True):
         buffer = place.current()
         if place.changes and buffer is not None and buffer.shape == shape:
             buffers.append(buffer)
-            values.append(part.view(shape))
-    return buffers, values
+            values.append(part)
+    return buffers, torch.cat(values) if values else copies.values

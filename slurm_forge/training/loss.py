@@ -13,6 +13,7 @@ all-reduce of two floats per step, the only collective that this room issues in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,12 @@ class BatchLoss:
         if self._mean is None:
             return torch.full((), float("nan"), device=self._device)
         return self._mean
+
+    def own_mean(self) -> float:
+        """The same of this rank's samples alone.  Waits for the device."""
+        if self._sum is not None:
+            return float(self._sum / self._count)
+        return math.nan if self._mean is None else float(self._mean)
 
     def _summed_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """Sum and count of the step."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.batches import Batch
 from slurm_forge.training.buffers import BufferSnapshot
-from slurm_forge.training.guard import Applied, apply_gradients
+from slurm_forge.training.guard import LARGEST, Applied, apply_gradients
 from slurm_forge.training.loss import BatchLoss, Loss
 
 if TYPE_CHECKING:
@@ -34,14 +33,19 @@ class Step:
         loss: BatchLoss,
         lr_scale: float,
         snapshot: BufferSnapshot,
+        limit: float = LARGEST,
     ) -> None:
         self.batch = batch
         self.applied: list[Applied] = []
         self._registry = registry
+        self._scaler = registry.scaler
         self._loss = loss
         self._lr_scale = lr_scale
         self._snapshot = snapshot
+        self._limit = limit
         self._micro: Any = None
+        #: Whether an update was begun: what was raised before has changed nothing that stays.
+        self.updating = False
         #: The loss of the first micro-batch, as it was handed over; detached.
         self.first_loss: torch.Tensor | None = None
 
@@ -60,8 +64,7 @@ class Step:
         if self.first_loss is None:
             mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
             self.first_loss = mean.detach()
-        scaler = self._registry.scaler
-        (weighted if scaler is None else scaler.scale(weighted)).backward()
+        (weighted if self._scaler is None else self._scaler.scale(weighted)).backward()
 
     def apply(
         self,
@@ -73,7 +76,8 @@ class Step:
         """Clip, check, update: every registered optimizer, or the one given.
 
         ``grad_norm`` is the norm over all ranks where the program clips by itself.  A non-finite
-        norm leaves weights, moments and buffers as they were, on every rank.
+        norm, or one beyond the limit, leaves weights, moments and buffers as they were, on every
+        rank.
         """
         chosen = list(self._registry.optimizers.values()) if optimizer is None else [optimizer]
         if not chosen:
@@ -81,30 +85,44 @@ class Step:
                 "there is no optimizer to apply: none is registered and none was given",
                 next_step="run.register(model=…, optimizer=…) before training.",
             )
+        self.updating = True
+        factor = self._loss.gradient_factor()
+        loss = self._loss.mean() if self._loss.known else None
         for each in chosen:
             applied = apply_gradients(
                 each,
                 max_norm=max_norm,
                 grad_norm=grad_norm,
                 lr_scale=self._lr_scale,
-                scaler=self._registry.scaler,
+                limit=self._limit,
+                loss=loss,
+                scaler=self._scaler,
                 update_scaler=False,  # once per step, however many optimizers: in ``end``
-                gradient_factor=self._loss.gradient_factor(),
+                gradient_factor=factor,
             )
-            self._snapshot.restore_where(applied.found_inf)
+            self._snapshot.restore_where(applied.left_out)
             self.applied.append(applied)
+
+    def abandon(self) -> None:
+        """Something was raised before the update: leave gradients and buffers as if never begun."""
+        for optimizer in self._registry.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        self._snapshot.restore_where(True)
 
     def end(self) -> tuple[str, ...]:
         """After the last ``apply``; names buffers that a skipped step could not put back."""
-        scaler = self._registry.scaler
-        if scaler is not None and scaler.is_enabled():
-            scaler.update()
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._scaler.update()
         return self._snapshot.unprotected
 
     @property
     def has_loss(self) -> bool:
         """Whether ``backward`` was called here, so that the loss is known."""
         return self._loss.known
+
+    def own_loss(self) -> float | None:
+        """This rank's mean loss over its own samples, if known.  Waits for the device."""
+        return self._loss.own_mean() if self._loss.known else None
 
     def mean_loss(self) -> torch.Tensor:
         """This rank's part of the mean loss over the batch, detached; nothing is synchronised."""
@@ -123,10 +141,12 @@ class Step:
         return self.mean_loss()
 
     def _synchronise(self, now: bool) -> None:
+        model: Any
         for model in self._registry.models.values():
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = now
-            elif isinstance(model, FSDPModule):
+            # isinstance takes microseconds here: DDP is an abstract base class.
+            kinds = type(model).__mro__
+            if DistributedDataParallel in kinds:
+                # With a static graph DDP expects its hooks in every backward of the first step.
+                model.require_backward_grad_sync = now or model.static_graph
+            elif FSDPModule in kinds:
                 model.set_requires_gradient_sync(now)
-            elif isinstance(model, nn.Module):
-                continue

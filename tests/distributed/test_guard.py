@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_forge.training.guard import BufferSnapshot, apply_gradients, skips_on_device
 from slurm_forge.training.loss import BatchLoss, Loss
+from slurm_forge.training.norms import parameter_names
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -212,3 +216,120 @@ def test_tokens_count_alike_on_all_ranks_whatever_each_of_them_has(wrap):
     for found, mean in run_ranks(2, body):
         assert found[0] == pytest.approx(weight, rel=1e-12)
         assert mean == pytest.approx(expected.item(), rel=1e-12)
+
+
+def collectives():
+    """What this rank has issued so far, by the flight recorder."""
+    trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    return [entry["profiling_name"] for entry in trace["entries"]]
+
+
+RECORDED = {"TORCH_FR_BUFFER_SIZE": "2000"}
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_the_guard_issues_no_collective_beyond_that_of_the_norm(wrap, on_device):
+    def body(rank):
+        net = model(wrap)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        snapshot = BufferSnapshot([net])
+        issued = []
+        for step in range(4):
+            snapshot.take()
+            backward(net, rank, step, float("nan") if step == 2 and rank else None)
+            before = len(collectives())
+            applied = apply_gradients(
+                optimizer, max_norm=0.1, loss=torch.ones(()), limit=1e4, on_device=on_device
+            )
+            snapshot.restore_where(applied.left_out)
+            applied.verdict.read()
+            applied.blame(parameter_names({"model": net}))
+            issued.append(collectives()[before:])
+        return issued
+
+    expected = [] if wrap == "DDP" else ["gloo:all_reduce"]
+    assert run_ranks(2, body, env=RECORDED) == [[expected] * 4] * 2
+
+
+def test_the_recorder_records():
+    def body(rank):
+        before = len(collectives())
+        dist.all_reduce(torch.ones(1))
+        return collectives()[before:]
+
+    assert run_ranks(2, body, env=RECORDED) == [["gloo:all_reduce"]] * 2
+
+
+def sharded(how):
+    """Sharded over all ranks; in two ways; over one of two dimensions of ranks; some not at all."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(net, mesh=mesh)
+    if how == "other dimension":
+        return fully_shard(net, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    if how == "some":
+        fully_shard(net[0])
+        return net
+    return fully_shard(net)
+
+
+@pytest.mark.parametrize("how", ["all", "hybrid", "other dimension", "some"])
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_sharded_gradients_are_clipped_as_clip_grad_norm_does(how, max_norm):
+    def body(rank):
+        def stepped(apply):
+            net = sharded(how)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            torch.manual_seed(rank)
+            net(torch.randn(5, 4)).square().mean().backward()
+            if how == "some":
+                for p in net[2].parameters():
+                    dist.all_reduce(p.grad)
+            norm = apply(net, optimizer)
+            return norm, [local(p) for p in net.parameters()]
+
+        def theirs(net, optimizer):
+            if how == "some":  # torch has no norm over plain and sharded ones
+                parts = [
+                    nn.utils.get_total_norm([p.grad for p in net[i].parameters()]) for i in (0, 2)
+                ]
+                norm = nn.utils.get_total_norm([parts[0].full_tensor(), parts[1]])
+                nn.utils.clip_grads_with_norm_(net[0].parameters(), max_norm, norm)
+                nn.utils.clip_grads_with_norm_(net[2].parameters(), max_norm, norm)
+            else:
+                norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm).full_tensor()
+            optimizer.step()
+            return norm
+
+        def ours(net, optimizer):
+            return apply_gradients(optimizer, max_norm=max_norm).norm
+
+        (mine, weights), (expected, others) = stepped(ours), stepped(theirs)
+        assert torch.equal(mine, expected)
+        assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+        return mine.item()
+
+    one, other = run_ranks(2, body)
+    assert one == other
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+def test_the_parameter_is_named_and_with_shards_the_rank(wrap):
+    def body(rank):
+        net = model(wrap)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        if wrap == "DDP":
+            # In the last layer only: its own weight, and all that is before it stays finite.
+            net.module[3].weight.register_hook(lambda g: g * float("nan") if rank else g)
+        backward(net, rank, 0, None if wrap == "DDP" else (float("inf") if rank else None))
+        inner = net.module if wrap == "DDP" else net
+        blamed = apply_gradients(optimizer).blame(parameter_names({"model": inner}))
+        return [part.name for part in blamed if not part.finite], len(blamed)
+
+    zero, one = run_ranks(2, body)
+    assert one == (["3.weight"], 6)
+    # Reduced gradients are everybody's; a shard is its rank's.
+    assert zero == ((["3.weight"], 6) if wrap == "DDP" else ([], 6))
