@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.rehearsing import Inject
+
 if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.spec.run_file import RunFile
@@ -27,6 +29,7 @@ def run(
             "--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."
         ),
     ] = None,
+    inject: Inject = None,
     json: Annotated[
         bool, typer.Option("--json", help="Say nothing until the end, then explain as JSON.")
     ] = False,
@@ -43,7 +46,7 @@ def run(
     from slurm_forge.cli.places import reference
     from slurm_forge.launch.local import ENDED_BY_SIGNAL
 
-    found, file = _prepared(job, runs)
+    found, file = _prepared(job, runs, inject or [], ranks)
     if found.is_done():
         if json:
             _tell(found, as_json=True)
@@ -57,7 +60,9 @@ def run(
     except KeyboardInterrupt:  # before it listened for it
         typer.echo(f"\ninterrupted.   see: slurm-forge status {reference(found)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    stopped = code > ENDED_BY_SIGNAL and _stopped(found, again=_typed(job, ranks, runs))
+    stopped = code > ENDED_BY_SIGNAL and _stopped(
+        found, again=_typed(job, ranks, runs, inject or [])
+    )
     if json or not stopped:
         if not json:
             typer.echo("")
@@ -77,26 +82,33 @@ def _stopped(found: RunDirectory, *, again: str) -> bool:
     return state.status not in (RunStatus.HELD, RunStatus.FINISHED)
 
 
-def _typed(job: Path, ranks: int | None, runs: Path | None) -> str:
+def _typed(job: Path, ranks: int | None, runs: Path | None, inject: list[str]) -> str:
     """The command that was given."""
     import shlex
 
     words = ["slurm-forge", "run", str(job)]
     words += [] if ranks is None else ["--ranks", str(ranks)]
     words += [] if runs is None else ["--runs", str(runs)]
+    for faults in inject:
+        words += ["--inject", faults]
     return shlex.join(words)
 
 
-def _prepared(path: Path, runs: Path | None) -> tuple[RunDirectory, RunFile]:
+def _prepared(
+    path: Path, runs: Path | None, inject: list[str], ranks: int | None
+) -> tuple[RunDirectory, RunFile]:
     """The run of the job file: a new one, or the one that was begun with it."""
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.cli.preparing import check, make
+    from slurm_forge.cli.rehearsing import rehearsed
     from slurm_forge.launch.submission import renew_run, untouched
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.detection import GENERIC
     from slurm_forge.spec.run_file import read_run_file
 
     checked = check(path)
+    count = ranks or checked.job.resources.tasks_per_node
+    checked = rehearsed(checked, inject, ranks=count)
     for doubt in checked.doubts:
         typer.echo(doubt, err=True)
     folder = runs_folder(runs)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.rehearsing import Inject
+
 if TYPE_CHECKING:
     from slurm_forge.site.model import Site
     from slurm_forge.slurm.client import Slurm
@@ -48,7 +50,13 @@ class _Chosen:
     default_partition: str | None
 
 
-def submit(job: Job, site: SiteName = None, runs: Runs = None, json: Json = False) -> None:
+def submit(
+    job: Job,
+    site: SiteName = None,
+    runs: Runs = None,
+    inject: Inject = None,
+    json: Json = False,
+) -> None:
     """Check a job, make its run, hand it to Slurm.
 
     Example:  slurm-forge submit train.yaml --site mycluster
@@ -59,7 +67,7 @@ def submit(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
 
     slurm = SubprocessSlurm.of_this_process()
     try:
-        submission, follow = _submit(job, site, runs, slurm, quiet=json)
+        submission, follow = _submit(job, site, runs, inject or [], slurm, quiet=json)
     except SlurmUnreachableError as error:
         asked = error.argv[:1] == ("sbatch",)
         fail(error, _UNKNOWN if asked and error.returncode != _NOT_THERE else _NOTHING)
@@ -82,16 +90,24 @@ _UNKNOWN = (
 
 
 def _submit(
-    path: Path, site: str | None, runs: Path | None, slurm: Slurm, *, quiet: bool
+    path: Path,
+    site: str | None,
+    runs: Path | None,
+    inject: list[str],
+    slurm: Slurm,
+    *,
+    quiet: bool,
 ) -> tuple[Submission, str]:
     from slurm_forge.cli.places import reference, runs_folder
     from slurm_forge.cli.preparing import check, make
+    from slurm_forge.cli.rehearsing import rehearsed
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.report.outlook import outlook
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
 
     checked = check(path)
+    checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, need_slurm=True)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",

@@ -9,10 +9,18 @@ from datetime import timedelta
 from enum import Enum
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 
 from slurm_forge.documents import wrong_key
 from slurm_forge.spec.environment import EnvironmentSpec
+from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.types import (
@@ -179,6 +187,40 @@ def _command(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _inject(value: object) -> object:
+    """Faults from one text, or a list of texts; each may hold several."""
+    if isinstance(value, str):
+        return parse_faults(value)
+    if not isinstance(value, (list, tuple)):
+        raise ValueError('expected faults such as "nan@120", or a list of them')
+    found: list[Fault] = []
+    for index, item in enumerate(value):
+        if isinstance(item, Fault):
+            found.append(item)
+            continue
+        try:
+            if not isinstance(item, str):
+                raise ValueError("expected a fault such as nan@120")
+            found += parse_faults(item)
+        except ValueError as error:
+            raise wrong_key((index,), str(error)) from None
+    return without_repeats(found)
+
+
+Inject = Annotated[
+    tuple[Fault, ...],
+    BeforeValidator(_inject),
+    PlainSerializer(lambda faults: [str(fault) for fault in faults], return_type=list[str]),
+    WithJsonSchema(
+        {
+            "type": ["array", "string"],
+            "items": {"type": "string"},
+            "examples": [["nan@120", "oom@200:rank1"]],
+        }
+    ),
+]
+
+
 class JobSpec(Section):
     """One job file.  Everything has a default but ``name`` and one of ``entry`` and ``command``."""
 
@@ -186,7 +228,7 @@ class JobSpec(Section):
         "job_name": "name", "script": "command", "cmd": "command", "run": "command",
         "target": "entry", "function": "entry", "module": "entry",
         "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
-        "before": "setup", "init": "setup",
+        "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
         **{key: f"resources.{key}" for key in Resources.model_fields},
         **{key: f"resources.{meant}" for key, meant in Resources.known_as.items()},
     }  # fmt: skip
@@ -243,6 +285,11 @@ class JobSpec(Section):
         default=(), description="Shell lines of the batch script before the launch (module load …)."
     )
     env: Environment = Field(default_factory=dict, description="Environment variables of the job.")
+    inject: Inject = Field(
+        default=(),
+        description="Faults on purpose, to rehearse the run: nan@120, oom@200:rank1, "
+        "kill@350:rank0 … (docs/rehearsing.md).",
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> JobSpec:

@@ -13,7 +13,8 @@ from slurm_forge.journal import RunState
 from slurm_forge.journal import events as ev
 from slurm_forge.launch import local
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.spec.run_file import RunFile
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import JOB, Shell
@@ -240,3 +241,58 @@ def test_a_note_of_a_journal_can_not_write_to_the_terminal(
     trains(notes)
     result = shell("run", "train.yaml")
     assert "[bold]x[/] ?]0;title?\n" in result.stdout
+
+
+# -- faults on purpose ----------------------------------------------------------------------------
+
+
+def job_of(shell: Shell) -> JobSpec:
+    return read_run_file(shell.folder / "runs" / "tiny-gpt" / "run.yaml").job
+
+
+def test_faults_of_the_command_line_join_those_of_the_job_file(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    trains(finishes)
+    (shell.folder / "train.yaml").write_text(JOB + "inject: [term@5]\n")
+    faults = "nan@120,oom@200:rank1,spike@300,kill@350:rank0"
+    result = shell("run", "train.yaml", "--ranks", "2", "--inject", faults, "--inject", "term@5")
+    assert result.exit_code == 0, result.output
+    told = "faults on purpose: term@5, nan@120, oom@200:rank1, spike@300, kill@350:rank0\n"
+    assert told in result.stderr
+    assert ", ".join(map(str, job_of(shell).inject)) == told[19:-1]
+
+
+@pytest.mark.parametrize(("faults", "said"), [
+    ("nna@120", '--inject: "nna" is no fault (did you mean "nan"?)'),
+    ("nan@120,kill", '--inject: "kill": says no step; write kill@120'),
+    ("nan@120:rank2", "nan@120:rank2: there is no rank 2\n  There are 2 ranks, counted from 0."),
+])  # fmt: skip
+def test_a_wrong_fault_is_told_before_anything_is_made(
+    shell: Shell, trains: Callable[[Trainer], list[int]], faults: str, said: str
+) -> None:
+    given = trains(finishes)
+    result = shell("run", "train.yaml", "--ranks", "2", "--inject", faults)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert given == []
+    assert not (shell.folder / "runs").exists()
+
+
+def test_a_rehearsed_run_goes_on_without_its_faults(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def interrupted(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin(job="local-1", via="submitit local")
+        scribe.resume(0)
+        scribe.end("stop")
+        return 143
+
+    trains(interrupted)
+    result = shell("run", "train.yaml", "--inject", "nan@3,kill@4")
+    assert "go on: slurm-forge run train.yaml --inject nan@3,kill@4\n" in result.stderr
+    trains(lambda scribe, look: 0)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 0, result.output
+    assert "on purpose" not in result.stderr
+    assert job_of(shell).inject == ()

@@ -1,0 +1,233 @@
+"""Faults that somebody asked for, at the places of a run where real ones happen.
+
+Two places: ``boundary`` between two steps, and ``loss`` with every micro-batch's loss before its
+backward.  That a fault strikes is on disk first (``Struck``), then it happens: a rank that kills
+itself must find it done when it comes again.  Without faults nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from slurm_forge.spec.faults import Fault, FaultKind, Target
+from slurm_forge.training.corrupting import (
+    damage,
+    hook_gradient,
+    hook_out_of_memory,
+    state_tensor,
+)
+from slurm_forge.training.injected import Struck
+from slurm_forge.training.loss import Loss
+from slurm_forge.training.order import Windows
+from slurm_forge.vocabulary.plan import SampleWindow
+
+if TYPE_CHECKING:
+    from slurm_forge.training.batches import Batch
+    from slurm_forge.training.registry import Registry
+
+__all__ = ["FOLDER", "Injecting", "first_sample"]
+
+#: Below the run's folder: one small file for every fault that has struck.
+FOLDER = "injected"
+_SIGNALS = {
+    FaultKind.TERM: Signals.SIGTERM,  # as a preemption sends it
+    FaultKind.USR1: Signals.SIGUSR1,
+    FaultKind.KILL: Signals.SIGKILL,
+    FaultKind.STOP: Signals.SIGSTOP,
+}
+_SLOW_S = 5.0
+_HANG_S = 60.0
+
+AnyLoss = TypeVar("AnyLoss", torch.Tensor, Loss)
+
+
+class Injecting:
+    """The faults of one rank in one launch.  ``active`` is False where none can strike here.
+
+    ``boundary`` and ``loss`` return at once then.  A transient fault strikes once per run, however
+    often its step comes again: in another launch, after a rollback, or while a step is replayed.
+    ``directory`` is the run's folder.
+    """
+
+    def __init__(
+        self,
+        faults: Iterable[Fault],
+        *,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        launch: int,
+        directory: Path,
+        say: Callable[[str], None] | None = None,
+        send: Callable[[Signals], None] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        everything = tuple(faults)
+        self._faults = tuple(
+            f for f in everything if f.rank in (None, rank) and f.attempt in (None, attempt)
+        )
+        self.active = bool(self._faults)
+        self._rank, self._attempt = rank, attempt
+        self._struck = Struck(directory / FOLDER, launch=f"{attempt}.{launch}", rank=rank)
+        self._say, self._send, self._sleep = say or _to_stderr, send or _to_myself, sleep
+        self._registry: Registry | None = None
+        self._handles: list[RemovableHandle] = []
+        self._fresh = False
+        self._replaying = False
+        for fault in everything if rank == 0 else ():
+            if fault.rank is not None and fault.rank >= world_size:
+                self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """A step is computed again to see whether it repeats: only deterministic faults strike."""
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying = False
+            self._new_visit()
+
+    def boundary(self, step: int, registry: Registry | None = None) -> None:
+        """Before a step's forward, ``step`` steps done: signals, exceptions, a changed state.
+
+        UnsupportedError where the state to be changed does not exist.
+        """
+        if not self.active:
+            return
+        self._registry = registry
+        self._new_visit()
+        self._fresh = True
+        for fault in self._faults:
+            if fault.of_batch or not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                continue
+            if fault.target is None:
+                if self._strikes(fault, step):
+                    self._do(fault, step)
+                continue
+            found = state_tensor(fault.target, registry)
+            if self._strikes(fault, step):
+                damage(found, fault.number)
+
+    def loss(
+        self,
+        loss: AnyLoss,
+        *,
+        step: int,
+        samples_first: int,
+        samples: int,
+        micro_batch: int,
+        skipped: Sequence[SampleWindow] = (),
+    ) -> AnyLoss:
+        """The loss of the step's micro-batch number ``micro_batch``, or what a fault makes of it.
+
+        It is of ``samples`` samples: those from position ``samples_first`` of the stream on that
+        are in none of the ``skipped`` windows.
+        """
+        if not self.active:
+            return loss
+        if micro_batch == 0 and not self._fresh:
+            self._new_visit()  # a loop without boundaries
+        self._fresh = False
+        for fault in self._faults:
+            if not fault.of_batch or (fault.above is not None and samples <= fault.above):
+                continue
+            if not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                continue
+            window = fault.samples
+            if window is not None and not _holds(window, samples_first, samples, skipped):
+                continue
+            if self._strikes(fault, step):
+                loss = self._spoil(fault, loss, step)
+        return loss
+
+    def _strikes(self, fault: Fault, step: int) -> bool:
+        """Whether it happens now, and has not happened before."""
+        if not fault.deterministic:
+            try:
+                if self._replaying or not self._struck.may(fault, step):
+                    return False
+            except OSError as error:
+                self._say(f"{fault} is left out: that it struck can't be written down ({error})")
+                return False
+        self._say(f"{fault} strikes on purpose after step {step} on rank {self._rank}")
+        return True
+
+    def _spoil(self, fault: Fault, loss: AnyLoss, step: int) -> AnyLoss:
+        tensor = loss.sum if isinstance(loss, Loss) else loss
+        if fault.kind is FaultKind.OOM:
+            self._keep(hook_out_of_memory(tensor, self._registry, self._sleep))
+        elif fault.target is Target.GRAD:
+            self._keep(hook_gradient(tensor, self._registry, fault.number))
+        elif fault.loss_factor is not None:
+            return _multiplied(loss, fault.loss_factor)
+        else:
+            self._do(fault, step)
+        return loss
+
+    def _do(self, fault: Fault, step: int) -> None:
+        """What happens to the process."""
+        match fault.kind:
+            case FaultKind.EXCEPTION:
+                raise RuntimeError(f"a fault on purpose at step {step}")
+            case FaultKind.SLOW:
+                self._sleep(_SLOW_S if fault.seconds is None else fault.seconds)
+            case FaultKind.HANG if fault.seconds is not None:
+                self._sleep(fault.seconds)
+            case FaultKind.HANG:
+                while True:
+                    self._sleep(_HANG_S)
+            case _:
+                self._send(_SIGNALS[fault.kind])
+
+    def _keep(self, handle: RemovableHandle | None) -> None:
+        self._handles += [] if handle is None else [handle]
+
+    def _new_visit(self) -> None:
+        """A step begins, or begins again."""
+        self._struck.new_visit()
+        while self._handles:
+            self._handles.pop().remove()  # of a parameter that had no gradient
+
+
+def first_sample(
+    batch: Batch, micro_batch: int, *, rank: int, skipped: Sequence[SampleWindow] = ()
+) -> int:
+    """Position in the stream of the first sample of a rank's micro-batch number ``micro_batch``."""
+    without = Windows(skipped)
+    before = rank * batch.size + sum(batch.micro_sizes[:micro_batch])
+    return without.at(without.kept_before(batch.first) + before)
+
+
+def _holds(window: SampleWindow, first: int, count: int, skipped: Sequence[SampleWindow]) -> bool:
+    """Whether one of the ``count`` samples from ``first`` on, without ``skipped``, is in it."""
+    without = Windows(skipped)
+    begin = without.kept_before(first)
+    inside = without.kept_before(max(window.first, first)), without.kept_before(window.stop)
+    return inside[0] < min(inside[1], begin + count)
+
+
+def _multiplied(loss: AnyLoss, by: float) -> AnyLoss:
+    if isinstance(loss, Loss):
+        return replace(loss, sum=loss.sum * by)
+    return loss * by
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(f"slurm_forge: {text}\n")
+    sys.stderr.flush()
+
+
+def _to_myself(number: Signals) -> None:
+    os.kill(os.getpid(), number)
