@@ -1,29 +1,34 @@
-"""Whether what is about to be trusted is finite: looked at in the copy, beside the write.
+"""Whether what is about to be trusted is sound: looked at in the copy, beside the write.
 
-A gradient of 1e25 leaves a finite loss and finite weights, and infinity in Adam's second moment.
+A gradient of 1e25 leaves a finite loss and finite weights, and infinity in Adam's second moment; a
+flipped bit of an exponent makes 1e30 of a weight, and a normalisation behind it hides that.
 Nothing of this runs on the device or holds training up: it reads the arena that is written out, on
 one thread that leaves torch's threads, and Python's lock, to the training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import MappingProxyType
 
 import torch
 
-__all__ = ["NOTES", "NotFinite", "infinite_by_design", "unhealthy"]
+__all__ = ["NOTES", "NotFinite", "about_state", "infinite_by_design", "unhealthy", "unhealthy_here"]
 
 #: Keys under it are figures about the training, not state: they may hold anything.
 NOTES = "notes/"
 
 _MOST_NAMED = 5
+_HUGE = 1e20
 
 
 class NotFinite(str, Enum):
     """The worst that a tensor holds: a number that is none is worse than one without bounds."""
 
+    #: No weight, moment or statistic of a training that goes well.
+    HUGE = "a number above 1e20"
     INFINITY = "infinity"
     NAN = "NaN"
 
@@ -31,13 +36,15 @@ class NotFinite(str, Enum):
 _NONE_ALLOWED: Mapping[str, NotFinite] = MappingProxyType({})
 #: Elements that are looked at in one go: every piece takes the interpreter away from the training.
 _PIECE = 4 << 20
-#: As which integers to look at a type, and infinity in it.
+#: As which integers to look at a type, infinity in it, and 1e20 (which float16 has not).
 _INFINITY = {
-    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
-    torch.float32: (torch.int32, 0x7F80_0000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000, 0x4415_AF1D_78B5_8C40),
+    torch.float32: (torch.int32, 0x7F80_0000, 0x60AD_78EC),
+    torch.bfloat16: (torch.int16, 0x7F80, 0x60AD),
+    torch.float16: (torch.int16, 0x7C00, 0x7C00),
 }
+#: From the least to the worst.
+_ORDER = tuple(NotFinite)
 
 
 def unhealthy(
@@ -45,20 +52,52 @@ def unhealthy(
     *,
     allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
 ) -> tuple[str, ...]:
-    """What is not finite, named: ``NaN in optimizers/adam/…/exp_avg_sq``; a few names at most.
+    """What is not sound, named: ``NaN in optimizers/adam/…/exp_avg_sq``; a few names at most.
 
-    Of keys in ``allowed`` what stands there is taken as meant; with NaN infinity is, too.
+    Of keys in ``allowed`` what stands there is taken as meant, and what is less bad than that.
     """
     found: list[str] = []
     for key, tensor in tensors:
         if key.startswith(NOTES):
             continue
         what = _not_finite(tensor)
-        if what is not None and allowed.get(key) not in (what, NotFinite.NAN):
+        meant = allowed.get(key)
+        if what is not None and (meant is None or _ORDER.index(meant) < _ORDER.index(what)):
             found.append(f"{what.value} in {key}")
     if len(found) > _MOST_NAMED:
         found[_MOST_NAMED:] = [f"and {len(found) - _MOST_NAMED} more tensors"]
     return tuple(found)
+
+
+def unhealthy_here(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
+) -> tuple[str, ...]:
+    """The same of tensors where they are, which may be changed meanwhile.
+
+    On a GPU they are looked at there, in one pass beside the training, and only what that finds is
+    copied.
+    """
+    here: list[tuple[str, torch.Tensor]] = []
+    there: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for key, tensor in tensors:
+        if tensor.is_cuda and tensor.is_floating_point() and tensor.numel():
+            there.setdefault(tensor.device, []).append((key, tensor))
+        else:
+            here.append((key, tensor))
+    for device, some in there.items():
+        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(beside):
+            norms = torch._foreach_norm([tensor for _, tensor in some], math.inf)
+            largest = torch.stack([norm.float() for norm in norms]).tolist()
+        here += [pair for pair, top in zip(some, largest, strict=True) if not top < _HUGE]
+    return unhealthy(here, allowed=allowed)
+
+
+def about_state(finding: str) -> bool:
+    """Whether a finding is one of these, and not about the steps that led to the state."""
+    return finding.startswith(tuple(f"{each.value} in " for each in NotFinite))
 
 
 def infinite_by_design(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, NotFinite]:
@@ -82,7 +121,7 @@ def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
             tensor, pattern = tensor.float(), _INFINITY[torch.float32]
         except NotImplementedError:  # torch can't read it as numbers: four bits, two to a byte
             return None
-    kind, infinity = pattern
+    kind, infinity, huge = pattern
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(kind).numpy()
     found = None
     for at in range(0, bits.size, _PIECE):
@@ -95,4 +134,6 @@ def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
             return NotFinite.NAN
         if largest == infinity:
             found = NotFinite.INFINITY
+        elif largest >= huge and found is None:
+            found = NotFinite.HUGE
     return found

@@ -11,6 +11,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
@@ -26,7 +27,13 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.copying import Copier, Filling
 from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.flight import After, Flight, Saved
-from slurm_forge.checkpoint.health import NOTES, NotFinite, infinite_by_design, unhealthy
+from slurm_forge.checkpoint.health import (
+    NOTES,
+    NotFinite,
+    infinite_by_design,
+    unhealthy,
+    unhealthy_here,
+)
 from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.plan import Plan, Planner
 from slurm_forge.checkpoint.sealing import open_stage, report_of, same_shape, sealed
@@ -87,6 +94,7 @@ class CheckpointWriter:
         permit: Callable[[int], None] = lambda _: None,
         about: Mapping[str, Json] | None = None,
         doubts: Callable[[], Sequence[str]] = tuple,
+        all_copies: bool = False,
     ) -> Flight:
         """Begin a save and return when the state may change again.  Waits for the one before.
 
@@ -101,7 +109,9 @@ class CheckpointWriter:
         ``permit`` is called on rank 0 with the size of all files before anything is written, and
         raises CheckpointError where the save had better not be begun.  ``about`` (rank 0's) goes
         into the manifest.  ``doubts`` is asked on every rank, on the flight's thread, for what
-        makes this state suspect; what is not finite in it is found here.
+        makes this state suspect; what is not finite in it is found here.  With ``all_copies`` also
+        in the copies that this rank holds and another one writes: in the live ones, which may have
+        moved on by then.
         """
         self._wait()
         began, started = self._clock(), time.monotonic()
@@ -118,6 +128,7 @@ class CheckpointWriter:
             self._discard(stage)
             raise
         document = captured.document  # the tensors are not kept for as long as the write takes
+        copies = _copies(captured, plan) if all_copies else ()
         filling = Filling()
         blocked: Future[timedelta] = Future()
 
@@ -137,7 +148,7 @@ class CheckpointWriter:
             return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
-            agreed_end = self._persist(name, plan, stage, filling, seal, doubts)
+            agreed_end = self._persist(name, plan, stage, filling, seal, doubts, copies)
             return Saved(
                 name=name,
                 path=self._store.path(name),
@@ -172,6 +183,14 @@ class CheckpointWriter:
         if not (background and self._threaded):
             flight.wait()
         return flight
+
+    def look(self, state: TrainingState) -> tuple[str, ...]:
+        """What a save of this state would find not sound in this rank's part.  Not collective."""
+        captured, error = _capture(state, None)
+        if captured is None or error is not None:
+            return ()  # a save says why it can't be saved
+        tensors = ((key, local_part(each).detach()) for key, each in captured.tensors.items())
+        return unhealthy_here(tensors, allowed=self._infinite or {})
 
     def prepare(self, state: TrainingState) -> None:
         """Plan the next save, and touch the memory for it on a thread.  Collective.
@@ -291,6 +310,7 @@ class CheckpointWriter:
         filling: Filling,
         seal: Callable[[Sequence[Any]], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
+        copies: Sequence[tuple[str, torch.Tensor]],
     ) -> dict[str, Any]:
         entries: list[FileEntry] = []
         findings: list[str] = []
@@ -306,6 +326,9 @@ class CheckpointWriter:
                 entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
                 findings += looked.result()
             findings += doubts()
+            mine = f"on rank {self._later.rank}"
+            seen = unhealthy_here(copies, allowed=self._infinite or {})
+            findings += [f"{each} {mine}" for each in seen if each not in findings]
             if self._later.rank == 0:
                 index = memoryview(plan.index)
                 entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
@@ -366,6 +389,15 @@ def _size(captured: Captured | None, rank: int) -> int:
     """
     found = captured.tensors.items() if captured else ()
     return sum(_share(key, tensor, rank) for key, tensor in found)
+
+
+def _copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]:
+    """What this rank holds and does not write, or not all of it."""
+    written: Counter[str] = Counter()
+    for shard in plan.shards:
+        written[shard.key] += shard.nbytes
+    found = ((key, local_part(tensor).detach()) for key, tensor in captured.tensors.items())
+    return [(key, tensor) for key, tensor in found if written[key] < tensor.nbytes]
 
 
 def _share(key: str, tensor: torch.Tensor, rank: int) -> int:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slurm_forge.checkpoint.health import NotFinite, infinite_by_design, unhealthy
+from slurm_forge.checkpoint.health import NotFinite, about_state, infinite_by_design, unhealthy
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
 from slurm_forge.store.identity import CheckpointName
@@ -43,8 +43,32 @@ def test_infinity_is_found_with_either_sign_and_both_together(
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:4])
-def test_the_largest_finite_values_are_healthy_though_their_sum_is_not(dtype: torch.dtype) -> None:
-    assert found(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)) == ()
+def test_large_numbers_are_healthy_and_those_of_a_flipped_exponent_are_not(
+    dtype: torch.dtype,
+) -> None:
+    largest = min(torch.finfo(dtype).max, 9.9e19)
+    assert found(torch.full((1000,), largest, dtype=dtype)) == ()
+    if dtype is not torch.float16:  # which has none
+        tensor = torch.full((1000,), largest, dtype=dtype)
+        tensor[7] = -1e30
+        assert found(tensor) == ("a number above 1e20 in models/m/w",)
+        tensor[8] = float("inf")
+        assert found(tensor) == ("infinity in models/m/w",)
+
+
+def test_a_mask_of_the_least_number_is_meant() -> None:
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+    allowed = infinite_by_design([("models/m/mask", mask)])
+    assert unhealthy([("models/m/mask", mask)], allowed=allowed) == ()
+    mask[0, 0] = float("nan")
+    assert unhealthy([("models/m/mask", mask)], allowed=allowed) == ("NaN in models/m/mask",)
+
+
+def test_a_finding_about_the_state_can_be_told_from_one_about_the_steps() -> None:
+    for value in (float("nan"), float("inf"), 1e30):
+        assert about_state(*found(torch.tensor([value])))
+    assert not about_state("the loss is nan")
+    assert not about_state("the last 3 steps had a gradient that is not finite")
 
 
 def test_complex_numbers_integers_and_nothing_at_all() -> None:
@@ -121,7 +145,13 @@ def test_figures_about_the_training_may_hold_anything_and_long_lists_are_cut() -
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40))
 def test_it_agrees_with_torch_on_any_numbers(numbers: list[float]) -> None:
     tensor = torch.tensor(numbers)
-    expected = "NaN" if tensor.isnan().any() else "infinity" if tensor.isinf().any() else ""
+    expected = ""
+    if tensor.isnan().any():
+        expected = "NaN"
+    elif tensor.isinf().any():
+        expected = "infinity"
+    elif (tensor.abs() >= 1e20).any():
+        expected = "a number above 1e20"
     assert found(tensor) == ((f"{expected} in models/m/w",) if expected else ())
 
 
