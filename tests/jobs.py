@@ -128,8 +128,9 @@ def consumed(run: Path) -> dict[int, list[tuple[int, int]]]:
     found: dict[int, tuple[str, list[tuple[int, int]]]] = {}
     for file in sorted((run / "samples").iterdir()):
         incarnation = file.name[:9]
-        for line in file.read_text().splitlines():
-            step, samples = json.loads(line)
+        # A rank comes by a step again after a rollback: then the last time counts.
+        own = dict(map(json.loads, file.read_text().splitlines()))
+        for step, samples in own.items():
             before = found.get(step, ("", []))
             kept = before[1] if before[0] == incarnation else []
             found[step] = (incarnation, kept + [(epoch, index) for epoch, index in samples])

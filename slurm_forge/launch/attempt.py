@@ -23,6 +23,7 @@ from slurm_forge.journal.events import (
     LaunchEnded,
     LaunchStarted,
 )
+from slurm_forge.launch.update import memory_asked
 from slurm_forge.recovery import LaunchFacts, classify, decide
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt
 from slurm_forge.spec.recovery import Recovery
@@ -101,6 +102,9 @@ class Attempt:
             self.journal.write(Finished(step=step))
             return None
         self.fence()
+        decided = self._decided(facts)
+        if decided is not None:
+            return decided
         incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
         policy = self.file.job.recovery
         full = self._cannot_write(
@@ -110,7 +114,13 @@ class Attempt:
             ),
             IncidentSeen(incident=incident),
         )
-        decision = decide(policy, self.state(), incident, batch_coupled=self.file.job.batch_coupled)
+        decision = decide(
+            policy,
+            self.state(),
+            incident,
+            batch_coupled=self.file.job.batch_coupled,
+            mem=memory_asked(self.file.job, facts.job_now or facts.job or facts.job_first),
+        )
         full = self._cannot_write(DecisionTaken(decision=decision)) or full
         if full is not None and not _unlimited(policy, decision):
             # A budget that is charged nowhere would never be used up.
@@ -121,6 +131,20 @@ class Attempt:
                 f"slurm-forge requeue {self.run.name}",
             ) from full
         return decision
+
+    def _decided(self, facts: LaunchFacts) -> Decision | None:
+        """What rank 0 has decided on and written down before it gave the launch up, if it has.
+
+        Deciding twice would charge two budgets for one incident.
+        """
+        if not facts.decided:
+            return None
+        attempts = self.state().attempts
+        decisions = attempts[-1].decisions if attempts else ()
+        found = [each for _, each in decisions if each.incident_id == facts.decided]
+        if found:
+            self._cannot_write(LaunchEnded(outcome=found[-1].cause.value, step=facts.step))
+        return found[-1] if found else None
 
     def _cannot_write(self, *events: Event) -> OSError | None:
         try:
@@ -198,9 +222,12 @@ REQUEUEING = frozenset(
         Action.ROLLBACK,
         Action.SHRINK_MICRO_BATCH,
         Action.RAISE_MEM,
+        Action.FEWER_WORKERS,
         Action.WARN,
         Action.SKIP,
     }
 )
 #: What the supervisor cures without giving the nodes back.
-RELAUNCHING = frozenset({Action.RELAUNCH, Action.ROLLBACK})
+RELAUNCHING = frozenset(
+    {Action.RELAUNCH, Action.ROLLBACK, Action.SHRINK_MICRO_BATCH, Action.FEWER_WORKERS}
+)

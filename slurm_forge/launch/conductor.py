@@ -18,12 +18,15 @@ from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import Agreed, Gone, Said
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, NoticeSeen, StopAgreed
+from slurm_forge.launch.deadline import Deadline
 from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.left_out import LeftOutSteps
 from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.timing import Timing
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Conductor"]
@@ -39,8 +42,6 @@ _FILES_EVERY_S = 1.0
 _REFRESH_EVERY_S = 60.0
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
-#: Ranks hear again how long they have when it has changed by more.
-_TELL_AGAIN_S = 0.5
 #: How long the last question to Slurm may hold up what comes after the launch.
 _LAST_QUERY_S = 3.0
 
@@ -78,9 +79,11 @@ class Conductor:
         self._seen = Seen()
         self._next_files = 0.0
         self._pace = SavePace(timing, clock())
-        self._told_left: float | None = None
+        self._deadline = Deadline(hub, watch, timing, self._seen, now)
         self._next_refresh = clock() + _REFRESH_EVERY_S
         self._next_stop_query = 0.0
+        self._left_out = LeftOutSteps(hub.world_size)
+        self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
 
     def signal(self, name: str) -> None:
@@ -98,6 +101,7 @@ class Conductor:
             self._hear()
             self._look()
         self._last_query()
+        self._seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
         return self._seen.facts(
             self._hub.members(),
             now=self._now(),
@@ -164,9 +168,18 @@ class Conductor:
                 )
             case p.Recover():
                 seen.said_goodbye.add(rank)
+                seen.decided = seen.decided or message.decided
                 if not seen.given_up:
                     seen.given_up = True
                     self._fail(rank, message.cause, message.step, message.text, everybody=True)
+            case p.Propose() if rank == 0:
+                if self._undisturbed():
+                    self._hub.request(message.kind, message.reason)
+            case p.Cured():
+                seen.save_step = 0  # the steps come again
+                self._watch.comment(message.text)
+            case p.LeftOut():
+                self._left_out.said(rank, message.step, self._clock())
             case p.ProbeArrived() | p.ProbeDone():
                 self._judge.hear(rank, message)
             case _:
@@ -226,8 +239,9 @@ class Conductor:
         self._take_record(now)
         self._check_files(now)
         self._check_time_limit(now)
-        self._check_deadline(now)
+        self._deadline.look(now)
         self._check_parting()
+        self._check_left_out(now)
         if self._undisturbed():
             if self._may_save() and self._pace.due(now):
                 self._ask_save("every_minutes")
@@ -328,30 +342,21 @@ class Conductor:
             )
             self._fail(rank, Cause.APP_ERROR.value, step, text)
 
+    def _check_left_out(self, now: float) -> None:
+        parted = self._left_out.parted(self._hub.members(), now)
+        if parted is not None and self._seen.ending_since is None:
+            step, ranks = parted
+            text = (
+                f"the update of step {step} was left out on some ranks and applied on rank "
+                f"{ranks[0]}: their gradient norms differ, and so do their weights from there on"
+            )
+            self._fail(0, Cause.LOSS_SPIKE.value, step, text, everybody=True)
+
     def _not_committed(self, said: p.NotCommitted) -> None:
         failed = self._pace.not_committed(self._clock())
         if failed is not None:
             text = f"{failed} saves in a row came to nothing; the last: {said.reason}"
             self._fail(0, Cause.STORAGE.value, said.step, text, everybody=True)
-
-    def _check_deadline(self, now: float) -> None:
-        seen = self._seen
-        if seen.stop_asked is None or seen.deadline_passed:
-            return
-        record = self._watch.latest
-        given = self._timing.stop_within
-        if record is not None and record.end_time is not None:
-            asked_ago = timedelta(seconds=now - seen.stop_asked)
-            given = min(given, record.end_time - (self._now() - asked_ago))
-        ends_at = seen.stop_asked + (given - self._timing.margin(given)).total_seconds()
-        if self._told_left is None or abs(ends_at - self._told_left) > _TELL_AGAIN_S:
-            # What can't be saved by then is better not begun.
-            self._told_left = ends_at
-            self._hub.time_left(max(0.0, ends_at - now))
-        if now >= ends_at:
-            if seen.notice_record is None and self._watch.asking:
-                return  # the first answer is still to come: it may say that there is more time
-            seen.deadline_passed = True
 
     def _ask_stop(self, why: str) -> None:
         if self._seen.stop_asked is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import Future
 
-from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["JobWatch"]
+
+
+_LONGEST_COMMENT = 200
 
 
 class JobWatch:
@@ -48,6 +52,18 @@ class JobWatch:
         ).start()
         return self._begun
 
+    def comment(self, text: str) -> None:
+        """Write a line beside the job, for ``squeue`` and ``scontrol show job``: if it can be had.
+
+        In the background; nobody waits for it, and nobody is told when it fails.
+        """
+        if self._slurm is None or self._closed:
+            return
+        line = "".join(each if each.isprintable() else " " for each in text)[:_LONGEST_COMMENT]
+        threading.Thread(
+            target=_comment, args=(self._slurm, self._job, line), name="forge-comment", daemon=True
+        ).start()
+
     @property
     def asking(self) -> bool:
         """Whether an answer is still awaited."""
@@ -83,3 +99,8 @@ def _ask(slurm: Slurm, job: str, answer: Future[JobRecord | None]) -> None:
     except Exception as error:
         # What Slurm says is evidence; an answer that can't be had or read is none, and no more.
         answer.set_exception(error)
+
+
+def _comment(slurm: Slurm, job: str, text: str) -> None:
+    with contextlib.suppress(Exception):  # a comment is for people; the journal has it, too
+        slurm.update_job(job, JobUpdate(comment=text))

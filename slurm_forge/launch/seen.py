@@ -43,6 +43,10 @@ class Seen:
     through: dict[int, int] = field(default_factory=dict)
     finished: dict[int, p.Finished] = field(default_factory=dict)
     given_up: bool = False
+    #: The incident that rank 0 has decided on already.
+    decided: str = ""
+    #: What the kernel's counters say of processes that it ended for memory.
+    killed_for_memory: str = ""
     stop_asked: float | None = None
     #: The first query to Slurm that was begun after the stop was asked for.
     stop_query: int = 0
@@ -115,4 +119,6 @@ class Seen:
             late_hosts=() if late is None else late.late_hosts,
             exit_status=None if launched is None else launched.poll(),
             launcher_text="" if launched is None else launched.tail(),
+            decided=self.decided,
+            killed_for_memory=self.killed_for_memory,
         )

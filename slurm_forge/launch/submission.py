@@ -103,7 +103,7 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 
 _SHOWN_DIFFERENCES = 10
 #: What of a job may be another at a later start: nothing that is computed follows from it.
-_MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "lead")
+_MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "lead", "inject")
 
 
 def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> RunFile:

@@ -13,15 +13,20 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.training.boundary import Boundaries
 from slurm_forge.training.comparing import Comparing
 from slurm_forge.training.context import RankContext
+from slurm_forge.training.examining import Examiner
 from slurm_forge.training.first_steps import FirstSteps
 from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.in_force import InForce
+from slurm_forge.training.injecting import Injecting
 from slurm_forge.training.probe import Probe
 from slurm_forge.training.process_group import Groups
 from slurm_forge.training.progress import Progress
+from slurm_forge.training.recovering import Recovering
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.saver import Saver
 from slurm_forge.training.saves import Saves
 from slurm_forge.training.skips import LaunchGivenUp, Skips
+from slurm_forge.training.spikes import SpikeWatch
 from slurm_forge.training.stepping import Stepping
 from slurm_forge.training.telling import Telling
 from slurm_forge.training.trail import LossTrail
@@ -45,6 +50,12 @@ class Parts:
     boundaries: Boundaries
     telling: Telling
     probe: Probe | None
+    in_force: InForce
+    skips: Skips
+    recovering: Recovering
+    injecting: Injecting
+    watch: SpikeWatch | None
+    trail: LossTrail
 
 
 def assemble(
@@ -58,7 +69,7 @@ def assemble(
 ) -> Parts:
     """Make the parts of one rank.  ``act`` is called with what is due at a boundary."""
     registry, hooks, progress = Registry(), Hooks(context.rank), Progress()
-    trail = LossTrail(device)
+    trail, in_force = LossTrail(device), InForce(context.brief.plan)
     comparing = Comparing(
         context.spec,
         device=device,
@@ -76,17 +87,29 @@ def assemble(
         member=member,
         trail=trail,
         comparing=comparing,
+        in_force=in_force,
     )
     boundaries = Boundaries(member, act)
+    watch = None
+    if saver.keeping is not None:
+        watch = SpikeWatch(member.send, context.spec.recovery, noted=saver.keeping.say)
+    injecting = Injecting(
+        context.spec.inject,
+        rank=context.rank,
+        world_size=context.world_size,
+        attempt=context.brief.attempt,
+        launch=context.brief.launch,
+        directory=context.directory.path,
+    )
     skips = Skips(
-        context,
+        context.spec.recovery,
         progress=progress,
         registry=registry,
-        hooks=hooks,
+        examiner=Examiner(registry, device, rank=context.rank, host=context.host, group=groups.cpu),
         journal=journal,
         member=member,
-        group=groups.cpu,
-        let_land=saver.let_land,
+        watch=watch,
+        injecting=injecting,
         late=device.type == "cuda",
     )
     first_steps = _first_steps(saver, trail, progress, member, device)
@@ -98,8 +121,9 @@ def assemble(
         member=member,
         device=device,
         world_size=context.world_size,
-        lr_scale=context.brief.plan.lr_scale,
+        in_force=in_force,
         first_steps=first_steps,
+        injecting=injecting,
     )
     saves = Saves(
         saver,
@@ -110,6 +134,18 @@ def assemble(
         hooks=hooks,
         boundaries=boundaries,
         begun=(lambda _: None) if first_steps is None else first_steps.saved,
+    )
+    recovering = Recovering(
+        context,
+        in_force=in_force,
+        skips=skips,
+        saves=saves,
+        progress=progress,
+        hooks=hooks,
+        journal=journal,
+        watch=watch,
+        member=member,
+        group=groups.cpu,
     )
     return Parts(
         registry=registry,
@@ -123,6 +159,12 @@ def assemble(
         boundaries=boundaries,
         telling=Telling(journal, progress),
         probe=_probe(context, device, groups, member),
+        in_force=in_force,
+        skips=skips,
+        recovering=recovering,
+        injecting=injecting,
+        watch=watch,
+        trail=trail,
     )
 
 

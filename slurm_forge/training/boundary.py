@@ -37,6 +37,13 @@ class Boundaries:
         self._poll = 0
         self._inside: str | None = None
         self._doing = "train"
+        #: How often training was rewound in this launch: the steps come again, in a later turn.
+        self.turn = 0
+
+    def rewound(self) -> None:
+        """Training goes on at an earlier step; its boundary is still to be passed."""
+        self.turn += 1
+        self._step, self._phase, self._poll = -1, 0, 0
 
     def boundary(self, step: int) -> bool:
         """Pass the boundary after ``step`` steps; False if it was passed already."""
@@ -44,7 +51,7 @@ class Boundaries:
             return False
         self._step, self._phase, self._poll = step, 0, 0
         self._enter("train")
-        self._due(Position(step))
+        self._due(self._at())
         return True
 
     @contextmanager
@@ -58,9 +65,9 @@ class Boundaries:
         self._enter(name)
         self._inside = name
         try:
-            self._due(Position(self._step, self._phase), entering=True)
+            self._due(self._at(), entering=True)
             yield
-            self._due(Position(self._step, self._phase, LAST))
+            self._due(self._at(LAST))
         except PhaseStopped:
             self._inside = None
             on_stop()
@@ -75,15 +82,15 @@ class Boundaries:
         self._phase += 1
         self._poll = 0
         self._enter("data")
-        self._due(Position(self._step, self._phase))
+        self._due(self._at())
         yield self._data_poll
-        self._due(Position(self._step, self._phase, LAST))
+        self._due(self._at(LAST))
         self._enter("train")
 
     def _data_poll(self) -> None:
         if self._member is not None and self._member.pending:
             self._poll += 1
-            self._due(Position(self._step, self._phase, self._poll))
+            self._due(self._at(self._poll))
 
     def poll(self) -> None:
         """Look for a request inside a phase; cheap enough for every batch of an evaluation.
@@ -92,13 +99,13 @@ class Boundaries:
         as each other leave it at the same call.
         """
         self._poll += 1
-        self._due(Position(self._step, self._phase, self._poll))
+        self._due(self._at(self._poll))
 
     def leave(self) -> None:
         """The program is through: what is still asked for is answered and no longer acted on."""
         if self._member is not None:
             self._phase += 1
-            self._member.advance(Position(self._step, self._phase), entering=True)
+            self._member.advance(self._at(), entering=True)
 
     @contextmanager
     def meanwhile(self, name: str) -> Iterator[None]:
@@ -119,6 +126,9 @@ class Boundaries:
         self._doing = name
         if self._member is not None:
             self._member.enter(name)
+
+    def _at(self, poll: int = 0) -> Position:
+        return Position(self._step, self._phase, poll, self.turn)
 
     def _due(self, position: Position, *, entering: bool = False) -> None:
         if self._member is None:

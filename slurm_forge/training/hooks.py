@@ -54,6 +54,11 @@ class Hooks:
             for hook in self._hooks.get(name, ()):
                 hook(**given)
 
+    @property
+    def on_instability(self) -> bool:
+        """Whether the program wants to be asked."""
+        return bool(self._on_instability)
+
     def instability(self, incident: Incident) -> Decision | None:
         """The first decision that a hook returns, or None: then the policy decides."""
         if self.rank == 0:

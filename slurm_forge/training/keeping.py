@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from slurm_forge.checkpoint.health import about_state
 from slurm_forge.control import protocol as p
 from slurm_forge.journal import JournalWriter, Known, RunState
 from slurm_forge.journal import known as k
@@ -18,12 +19,14 @@ from slurm_forge.journal.events import (
     CheckpointWitnessed,
     Note,
 )
+from slurm_forge.recovery.anomaly import Anomaly, announce
 from slurm_forge.spec.job import BestMode, CheckpointSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.book import Book
 from slurm_forge.training.housekeeping import Housekeeping
+from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["Keeping"]
@@ -82,7 +85,11 @@ class Keeping:
 
     def recall(self, state: RunState) -> None:
         """What history knows."""
-        self._history, self._book.known = state, state.known
+        with self._book.lock:
+            self._history, self._book.known = state, state.known
+            # After a rollback other steps follow: nothing is on its way to being good any more.
+            self._book.pending.clear()
+            self._witness = self._evaluated = None
 
     def eligible(self, manifest: Manifest) -> str | None:
         """Why a checkpoint that is whole is not to be resumed from, or None."""
@@ -160,8 +167,16 @@ class Keeping:
             self._measure(name)
             self._witnessed(name)
         self._tell(p.Committed(step=name.step, seconds=seconds, blocked_s=blocked_s))
+        self._alarm(name, [each for each in findings if about_state(each)])
         if self._seconds_left() is None:  # on the way out nobody waits for deletions
             self._house.prune()
+
+    def _alarm(self, name: CheckpointName, findings: Sequence[str]) -> None:
+        """The state itself is not sound: that is nothing that more steps would cure."""
+        if findings and self._seconds_left() is None:
+            text = f"in the state after step {name.step}: {'; '.join(findings)}"
+            anomaly = Anomaly(Cause.NON_FINITE, name.step, name.step, text, in_memory=True)
+            self._tell(p.Propose(kind=p.RequestKind.RECOVER, reason=announce(anomaly)))
 
     def permit(self, size: int, files: int) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""

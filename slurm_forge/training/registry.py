@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -68,8 +69,6 @@ class Registry:
     @property
     def scaler(self) -> Any:
         """The gradient scaler, if one is registered."""
-        from torch.amp.grad_scaler import GradScaler
-
         return next((o for o in self.others.values() if isinstance(o, GradScaler)), None)
 
     def ddp(self) -> Iterable[DistributedDataParallel]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,21 +15,24 @@ from slurm_forge.control import Member, Request, RequestKind
 from slurm_forge.control import protocol as p
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import Resumed
-from slurm_forge.recovery.fingerprint import sampling_facts
+from slurm_forge.recovery.anomaly import announced
 from slurm_forge.training import rng
 from slurm_forge.training.assembly import assemble
-from slurm_forge.training.batches import Batch, BatchSource
-from slurm_forge.training.boundary import DATA_POLL, RunStopped
+from slurm_forge.training.batches import Batch
+from slurm_forge.training.boundary import RunStopped
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.data_version import DataVersion
+from slurm_forge.training.feeding import Asked, Feeding
+from slurm_forge.training.injecting import first_sample
+from slurm_forge.training.last_words import in_one_line
 from slurm_forge.training.loss import Loss
-from slurm_forge.training.order import SampleOrder
+from slurm_forge.training.memory import Pressure, cuda_stats
+from slurm_forge.training.oom import Memory, memory_that_ran_out
 from slurm_forge.training.process_group import Groups
-from slurm_forge.training.sameness import require_same
+from slurm_forge.training.registry import Registry
+from slurm_forge.training.resuming import Resuming
 from slurm_forge.training.step import Step
 from slurm_forge.training.until import Epochs, Steps
-from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 __all__ = ["Run"]
@@ -67,7 +70,6 @@ class Run:
         self._groups = groups
         self._member = member
         self._journal = journal
-        self._timings = timings
         parts = assemble(
             context, device=device, groups=groups, member=member, journal=journal, act=self._act
         )
@@ -75,15 +77,21 @@ class Run:
         self._comparing, self._saver, self._saves = parts.comparing, parts.saver, parts.saves
         self._first_steps, self._stepping = parts.first_steps, parts.stepping
         self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
-        self._restored = self._resumed = False
-        self._until: int | None = None
-        self._micro_batch = self._length = 0
+        self._in_force, self._recovering = parts.in_force, parts.recovering
+        self._skips, self._watch, self._injecting = parts.skips, parts.watch, parts.injecting
+        self._pressure = Pressure()
+        self._resuming = Resuming(
+            context, parts, groups=groups, member=member, journal=journal, timings=timings
+        )
+        self._feeding = Feeding(
+            context, parts, self._resuming, groups=groups, device=device, boundary=self._boundary
+        )
 
     # -- what the program says ---------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
         """Register everything with a state: models, optimizers, schedulers, scaler, ema, lists."""
-        if self._restored:
+        if self._resuming.restored:
             raise UnsupportedError(
                 "run.register() after training has begun: the checkpoint was loaded without it",
                 next_step="Register everything before run.batches() or run.restore().",
@@ -99,7 +107,7 @@ class Run:
     @property
     def restored(self) -> bool:
         """Whether the checkpoint has been loaded, if there is one: ``step_number`` counts."""
-        return self._restored
+        return self._resuming.restored
 
     def data(
         self,
@@ -114,7 +122,7 @@ class Run:
         Files and folders by name, size and time, with ``contents`` by what is in them; or a
         ``version`` that you give.  Before ``run.batches`` or ``run.restore``.
         """
-        if self._restored:
+        if self._resuming.restored:
             raise UnsupportedError(
                 "run.data() after training has begun: nothing was compared with it",
                 next_step="Call it before run.batches() or run.restore().",
@@ -125,7 +133,7 @@ class Run:
     @property
     def recovery(self) -> RecoveryPlan:
         """The recovery plan in force."""
-        return self._context.brief.plan
+        return self._in_force.plan
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -141,47 +149,7 @@ class Run:
 
         ``run.batches`` calls it; a loop of somebody else's calls it once, after ``register``.
         """
-        if self._restored:
-            return self._resumed
-        self._restored = True
-        self._member.enter("load", started=False)
-        require_same(
-            Ranks(self._groups.cpu),
-            {"what is registered": self._registry.names()},
-            next_step="Register the same objects under the same names on every rank.",
-        )
-        # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
-        # run sums in the same order as an uninterrupted one.
-        buckets = [settle_ddp_buckets(model) for model in self._registry.ddp()]
-        settled = Buckets.LEFT not in buckets or self.world_size < 3
-        started = time.monotonic()
-        name, exact = self._saver.restore(self._registry, self._progress, rng.capture())
-        interpreter_s, rendezvous_s = self._timings()
-        if self._journal is not None:
-            self._journal.write(
-                Resumed(
-                    step=self._progress.step,
-                    checkpoint=None if name is None else str(name),
-                    world_size=self.world_size,
-                    until=self._until,
-                    exact=exact and settled,
-                    interpreter_s=interpreter_s,
-                    rendezvous_s=rendezvous_s,
-                    load_s=time.monotonic() - started,
-                    candidates=self._saver.candidates,
-                )
-            )
-        if name is not None:
-            keeping = self._saver.keeping
-            if self._first_steps is not None and keeping is not None:
-                expected = keeping.witness_of(name, self._micro_batch)
-                if not exact or self._comparing.changed:
-                    expected = None
-                self._first_steps.resumed(self._progress.step, expected=expected)
-            self._hooks.call("on_resume", step=self._progress.step)
-        self._hooks.call("on_train_begin", step=self._progress.step)
-        self._resumed = name is not None
-        return self._resumed
+        return self._resuming.restore()
 
     def batches(
         self,
@@ -198,56 +166,16 @@ class Run:
         ``micro_batch_size`` is what one forward pass takes per rank (the whole share if None); the
         recovery plan may make it smaller, never the global batch.
         """
-        order = SampleOrder(self._context.spec.seed, len(dataset), global_batch_size)
-        share = order.share(self.world_size)
-        asked = micro_batch_size or share
-        self._length = len(dataset)
-        self._micro_batch = min(asked, self.recovery.micro_batch or asked, share)
-        self._stepping.global_batch = global_batch_size
-        self._comparing.know(
-            sampling_facts(
-                seed=self._context.spec.seed, global_batch=global_batch_size, samples=len(dataset)
+        return self._feeding.batches(
+            Asked(
+                dataset=dataset,
+                global_batch_size=global_batch_size,
+                until=until,
+                micro_batch_size=micro_batch_size,
+                num_workers=num_workers,
+                collate_fn=collate_fn,
             )
         )
-        if self._restored:
-            self._comparing.compare_again()
-        self._until = total = until.steps(len(dataset), global_batch_size)
-        self.restore()
-        require_same(
-            Ranks(self._groups.cpu),
-            {
-                "the length of the dataset": len(dataset),
-                "global_batch_size": global_batch_size,
-                "micro_batch_size": asked,
-                "until": total,
-            },
-            next_step="Give run.batches() the same arguments on every rank.",
-        )
-        source = BatchSource(
-            dataset,
-            order,
-            rank=self.rank,
-            ranks=self.world_size,
-            micro_batch=self._micro_batch,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            device=self.device,
-            seed=self._context.spec.seed,
-            start_consumed=self._progress.consumed,
-        )
-        try:
-            while True:
-                self._boundary()
-                if self._progress.step >= total:
-                    return
-                with self._boundaries.data_wait() as poll:
-                    batch = source.next_batch(poll, DATA_POLL)
-                before = self._progress.step
-                yield batch
-                if self._progress.step == before:  # it would come again for ever
-                    raise _not_stepped()
-        finally:
-            source.close()
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[Step]:
@@ -258,10 +186,10 @@ class Run:
         yield step
         before = self._progress.consumed
         if self._stepping.end(step):
-            self._telling.epochs(self._length, before)
+            self._telling.epochs(self._feeding.length, before)
             self._hooks.call("on_step_end", step=self._progress.step)
-            if self._telling.write() and self._first_steps is not None:
-                self._first_steps.look()
+            if self._telling.write():
+                self._now_and_then()
 
     def train_step(
         self,
@@ -271,8 +199,67 @@ class Run:
         max_norm: float | None = None,
     ) -> torch.Tensor:
         """Accumulate, clip, check, update; returns this rank's mean loss, detached, not synced."""
-        with self.step(batch) as step:
-            return step.run(compute_loss, max_norm=max_norm)
+        begun: Step | None = None
+        while True:
+            given = self._injected(batch, compute_loss) if self._injecting.active else compute_loss
+            try:
+                with self.step(batch) as begun:
+                    self._stepping.compute_loss = given
+                    return begun.run(given, max_norm=max_norm)
+            except Exception as error:
+                smaller = self._smaller(batch, begun, error)
+                if smaller is None:
+                    raise
+            batch = smaller  # once the error is gone, which holds on to the memory
+
+    def _smaller(self, batch: Batch, step: Step | None, error: Exception) -> Batch | None:
+        """The batch to try again with where memory ran out; None where that is not to be cured.
+
+        Only where no other rank waits for this one, and before anything was changed.
+        """
+        if self.world_size > 1 or step is None or step.updating:
+            return None
+        if memory_that_ran_out(error) is not Memory.DEVICE:
+            return None
+        micro_batch = self._recovering.shrink(in_one_line(error), max(batch.micro_sizes))
+        if micro_batch is None:
+            return None
+        step.abandon()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._feeding.smaller(batch, micro_batch)
+
+    def _now_and_then(self) -> None:
+        """On rank 0, every few seconds: what may wait for the device or write a small file."""
+        if self._first_steps is not None:
+            self._first_steps.look()
+        self._feeding.going_well()
+        if self.device.type == "cuda":
+            full = self._pressure.look(cuda_stats(self.device))
+            if full is not None and self._saver.keeping is not None:
+                self._saver.keeping.say(full)
+
+    def _injected(
+        self, batch: Batch, compute_loss: Callable[[Any], torch.Tensor | Loss]
+    ) -> Callable[[Any], torch.Tensor | Loss]:
+        """The same with the faults that strike this batch: also when it is computed once more."""
+        step, turns = self._progress.step, itertools.count()
+
+        def spoilt(micro: Any) -> torch.Tensor | Loss:
+            number = next(turns) % len(batch.micro_sizes)
+            skipped = self._in_force.plan.skipped
+            loss: Any = compute_loss(micro)
+            found: torch.Tensor | Loss = self._injecting.loss(
+                loss,
+                step=step,
+                samples_first=first_sample(batch, number, rank=self.rank, skipped=skipped),
+                samples=batch.micro_sizes[number],
+                micro_batch=number,
+                skipped=skipped,
+            )
+            return found
+
+        return spoilt
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -319,8 +306,11 @@ class Run:
     # -- what happens at a boundary ----------------------------------------------------------
 
     def _boundary(self) -> None:
+        self._recovering.boundary()  # what the last step came to
         if not self._boundaries.boundary(self._progress.step):
             return
+        if self._recovering.boundary():  # what was announced for here
+            self._boundaries.boundary(self._progress.step)
         self._saves.boundary(stepped=self._stepping.stepped)
 
     def _act(self, request: Request) -> None:
@@ -333,6 +323,12 @@ class Run:
             case RequestKind.PROBE if self._probe is not None:
                 self._probe.issue(request.id)
                 self._hooks.call("on_probe", step=self._progress.step)
+            case RequestKind.LIMIT:
+                self._in_force.limit = float(request.reason)
+                if self._watch is not None:
+                    self._watch.limit_in_force(self._in_force.limit)
+            case RequestKind.RECOVER:
+                self._skips.announced(announced(request.reason))
             case _:
                 pass
 
@@ -351,7 +347,12 @@ class Run:
     @property
     def micro_batch(self) -> int:
         """Samples per forward pass in force; 0 before ``batches``."""
-        return self._micro_batch
+        return self._resuming.micro_batch
+
+    @property
+    def registry(self) -> Registry:
+        """What was registered: for the account of a rank that ran out of memory."""
+        return self._registry
 
     def let_land(self) -> None:
         """Something was raised: a save that is being written may be what is resumed from."""
@@ -360,6 +361,7 @@ class Run:
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
         self.restore()
+        self._recovering.ends_well()
         step = self._progress.step
         self._member.send(p.Through(step=step))
         self._boundaries.leave()
@@ -371,15 +373,7 @@ class Run:
         # Nobody leaves the channel while another may still have to be told where everybody is.
         Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
         self._telling.write(now=True)
-        if self._first_steps is not None:
-            self._first_steps.look()
+        self._now_and_then()
         self._hooks.call("on_train_end", step=step)
         self._member.send(p.Finished(step=step))
         return step
-
-
-def _not_stepped() -> UnsupportedError:
-    return UnsupportedError(
-        "a batch was taken and no step was applied: its samples would be neither used nor counted",
-        next_step="Call run.train_step, or s.apply inside with run.step, for every batch.",
-    )

@@ -32,6 +32,7 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
 from slurm_forge.training.comparing import Comparing
 from slurm_forge.training.context import RankContext
+from slurm_forge.training.in_force import InForce
 from slurm_forge.training.keeping import Keeping
 from slurm_forge.training.people import PeopleHeard
 from slurm_forge.training.progress import Progress
@@ -59,8 +60,10 @@ class Saver:
         member: Member,
         trail: LossTrail,
         comparing: Comparing,
+        in_force: InForce,
     ) -> None:
         self._context = context
+        self._in_force = in_force
         self._comparing = comparing
         self._group = group
         parted = group is None or background is not None
@@ -69,6 +72,8 @@ class Saver:
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
         self._writer = CheckpointWriter(self._store, group=group, background=background)
         self._flight: Flight | None = None
+        #: How often this launch was rolled back.
+        self._turn = 0
         #: On rank 0: the book of what is there.
         self.keeping = (
             None
@@ -113,7 +118,8 @@ class Saver:
             step=step,
             attempt=brief.attempt,
             launch=brief.launch,
-            nonce=secrets.token_hex(4),  # rank 0's counts
+            # Rank 0's counts.  After a rollback a step is saved again: the later one sorts later.
+            nonce=f"{min(self._turn, 255):02x}{secrets.token_hex(3)}",
         )
 
         def after(end: Saved | CheckpointError) -> None:
@@ -141,6 +147,8 @@ class Saver:
                 permit=self._permit,
                 about=self._comparing.about(),
                 doubts=doubts,
+                # Not on the way out: it takes as long as the state is large.
+                all_copies=not wait,
             )
         except RanksLostError:
             raise  # no collective may follow: this launch is over
@@ -159,6 +167,13 @@ class Saver:
             raise
         except CheckpointError as error:  # no storage has been touched: the program is to be mended
             raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def unsound(self, registry: Registry) -> tuple[str, ...]:
+        """What is not finite, or absurd, in what this rank holds.  Not collective."""
+        state = TrainingState(
+            models=registry.models, optimizers=registry.optimizers, objects=registry.others
+        )
+        return self._writer.look(state)
 
     def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
         """After an evaluation: whether this step is the best so far and is to be saved.
@@ -227,16 +242,25 @@ class Saver:
         )
 
     def restore(
-        self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+        self,
+        registry: Registry,
+        progress: Progress,
+        random: dict[str, torch.Tensor],
+        *,
+        again: bool = False,
     ) -> tuple[CheckpointName | None, bool]:
         """Resume from the newest checkpoint that verifies: its name, and whether exactly.
 
         Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
+        ``again``: this launch has resumed before, and what it is made of is the same still.
         """
         if self.keeping is not None:
             self.keeping.recall(fold(read_journal(self._context.directory, thin=True)[0]))
             self.candidates = tuple(map(str, self._store.candidates()[:_MOST_CANDIDATES]))
-        self._comparing.look()
+        if again:
+            self._turn += 1
+        else:
+            self._comparing.look()
         try:
             loaded = resume(
                 self._store,
@@ -249,18 +273,26 @@ class Saver:
             raise self._comparing.misfit(error, self._store) from error
         if loaded is None:
             history = self._context.brief.committed_step
-            if history is not None:
+            if history is not None or again:
                 raise CheckpointMissingError(
-                    f"history says that step {history} was saved, and no checkpoint can be used",
+                    "history says that "
+                    f"{'checkpoints were' if history is None else f'step {history} was'} saved, "
+                    "and no checkpoint can be used",
                     next_step="The run is held rather than started over.  Bring the folder back, "
                     "or begin a new run under another name.",
                 )
             return None, True
         manifest = loaded.manifest
-        self._comparing.compare(manifest)
+        if not again:
+            self._comparing.compare(manifest)
         progress.restore(loaded.extra)
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
-        if exact:
+        reseeded = self._in_force.plan.reseeded
+        if reseeded:
+            # Asked for by the recovery plan; the order of the samples is another matter.
+            rng.derive(self._context.spec.seed + reseeded, progress.step, self._context.rank)
+            exact = False
+        elif exact:
             prefix = self._rng_prefix
             saved = {key.removeprefix(prefix): value for key, value in loaded.rng.items()}
             exact = not rng.restore(saved)

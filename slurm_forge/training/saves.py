@@ -99,6 +99,10 @@ class Saves:
             with self._saving():
                 self._tell(self._saver.settle())
 
+    def let_land(self) -> None:
+        """Wait for a save in flight without a collective: the launch is about to be given up."""
+        self._saver.let_land()
+
     def have(self, reason: str) -> bool:
         """Save unless this step is on disk already; whether it is now."""
         self.settle()
@@ -106,6 +110,10 @@ class Saves:
         if self.last is None or self.last.step != step:
             self.save(reason, wait=True)
         return self.last is not None and self.last.step == step
+
+    def unsound(self) -> tuple[str, ...]:
+        """What is not sound in this rank's state as it is now.  Not collective."""
+        return self._saver.unsound(self._registry)
 
     @property
     def last(self) -> CheckpointName | None:

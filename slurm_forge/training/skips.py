@@ -1,138 +1,269 @@
-"""Skipped steps: counted on every rank alike, written down, and after too many the launch ends."""
+"""Steps whose update was left out: counted on every rank alike, examined, and told of.
+
+Every rank comes here together: a verdict rests on the gradient norm over all ranks, and on a limit
+that all ranks have from the same agreement.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NoReturn
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from slurm_forge.control import Member
-from slurm_forge.control.protocol import Recover
+from slurm_forge.control.protocol import LeftOut
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import StepSkipped
+from slurm_forge.recovery.anomaly import Anomaly
 from slurm_forge.recovery.decide import skips_allowed
-from slurm_forge.training.context import RankContext
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.training.batches import Batch
+from slurm_forge.training.examining import Examination, Examiner, Generators
 from slurm_forge.training.guard import Applied
-from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.injecting import Injecting
+from slurm_forge.training.looking import names_of
 from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
-from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-from slurm_forge.vocabulary.decision import Action, Incident
+from slurm_forge.training.spikes import SpikeWatch
+from slurm_forge.training.trouble import Trouble
+from slurm_forge.training.verdict import Reading
+from slurm_forge.vocabulary.cause import Cause, Evidence
+from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = ["LaunchGivenUp", "Skips"]
+__all__ = ["LaunchGivenUp", "Skips", "Taken"]
+
+#: A step is not examined again so soon: a run that skips every tenth would train at half its speed.
+_STEPS_BETWEEN_EXAMINATIONS = 100
+#: Steps whose samples are remembered.
+_REMEMBERED = 256
 
 
 class LaunchGivenUp(BaseException):
     """All ranks leave without saving: what is on disk is better than what is in memory."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step that has been taken, or left out: the device knows.
+
+    ``unprotected`` are buffers that the step changed and that nothing can put back.
+    """
+
+    applied: Sequence[Applied]
+    step: int
+    samples: SampleWindow
+    batch: Batch
+    compute_loss: Callable[[Any], Any] | None
+    generators: Generators | None
+    #: This rank's own mean loss, asked for after an incident only.
+    own_loss: Callable[[], float | None]
+    unprotected: tuple[str, ...]
+
+
 class Skips:
-    """Takes the verdict of every step in; raises ``LaunchGivenUp`` on all ranks together.
+    """Takes the verdict of every step in; ``trouble`` is what they add up to.
 
     With ``late`` (on a GPU) a verdict is read one step later, when it has long arrived on the host:
-    no step waits for the device.  ``let_land`` waits for a save in flight before all is given up.
+    no step waits for the device.  ``watch`` is rank 0's, for what is finite and yet not right.
     """
 
     def __init__(
         self,
-        context: RankContext,
+        policy: Recovery,
         *,
         progress: Progress,
         registry: Registry,
-        hooks: Hooks,
+        examiner: Examiner,
         journal: JournalWriter | None,
         member: Member,
-        group: dist.ProcessGroup | None,
-        let_land: Callable[[], None],
+        watch: SpikeWatch | None,
+        injecting: Injecting,
         late: bool,
     ) -> None:
-        self._context = context
+        self._policy = policy
         self._progress = progress
         self._registry = registry
-        self._hooks = hooks
+        self._examiner = examiner
         self._journal = journal
         self._member = member
-        self._group = group
-        self._let_land = let_land
+        self._watch = watch
+        self._injecting = injecting
         self._keep = 1 if late else 0
-        self._limit = max(1, skips_allowed(context.spec.recovery, Cause.NON_FINITE))
-        self._unread: deque[tuple[Sequence[Applied], StepSkipped, tuple[str, ...]]] = deque()
+        self._unread: deque[Taken] = deque()
+        self._names: Mapping[int, str] | None = None
+        self._examined_at: int | None = None
+        #: The last steps and their samples, for an incident that is noticed later.
+        self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
+        #: Of the row of skipped steps that goes on now.
+        self._row_from: SampleWindow | None = None
+        self._row_is_finite = True
+        self._examination: Examination | None = None
+        #: What all ranks have to see to before the next step, if anything.
+        self.trouble: Trouble | None = None
 
-    def taken(
-        self, applied: Sequence[Applied], if_skipped: StepSkipped, unprotected: tuple[str, ...]
-    ) -> None:
-        """A step has been taken, or not: the device knows.
-
-        ``unprotected`` are buffers that the step changed and that nothing can put back.
-        """
-        self._unread.append((applied, if_skipped, unprotected))
+    def taken(self, taken: Taken) -> None:
+        """One more step."""
+        self._recent.append((taken.step, taken.samples))
+        self._unread.append(taken)
         self._read(self._keep)
+
+    def announced(self, anomaly: Anomaly) -> None:
+        """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
+        if self.trouble is not None or not self._recent:
+            return
+        bad = [samples for step, samples in self._recent if step >= anomaly.onset]
+        last, _ = self._recent[-1]
+        if anomaly.step > last:
+            return  # proposed before a rollback: that has answered it
+        self.trouble = Trouble(
+            cause=anomaly.cause,
+            onset=min(anomaly.onset, last),
+            step=last,
+            text=anomaly.text,
+            window=SampleWindow(bad[0].first, bad[-1].stop) if bad else None,
+            in_memory=anomaly.in_memory,
+        )
 
     def read_all(self) -> None:
         """Wait for every verdict that is still on its way: before a save."""
         self._read(0)
 
+    def begin(self) -> None:
+        """Everything is as it was resumed: what is not finite in it now is meant so."""
+        self._examiner.take_as_meant()
+
+    def forget(self) -> None:
+        """Training begins again somewhere else."""
+        self._unread.clear()
+        self._recent.clear()
+        self._end_row()
+        self.trouble = None
+
     def _read(self, keep: int) -> None:
         while len(self._unread) > keep:
-            applied, if_skipped, unprotected = self._unread.popleft()
-            if any(each.skipped() for each in applied):
-                self._skipped(if_skipped, unprotected)
-            else:
+            taken = self._unread.popleft()
+            readings = [each.verdict.read() for each in taken.applied]
+            if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
+                self._end_row()
+            else:
+                self._skipped(taken, readings)
+            if self._watch is not None:
+                self._watch.taken(taken.step, _together(readings))
 
-    def _skipped(self, what: StepSkipped, unprotected: tuple[str, ...]) -> None:
-        """Every rank comes here together: the verdict rests on the norm over all ranks."""
+    def _end_row(self) -> None:
+        self._row_from, self._row_is_finite, self._examination = None, True, None
+
+    def _skipped(self, taken: Taken, readings: Sequence[Reading]) -> None:
         progress = self._progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        if self._journal is not None:
-            with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
-                self._journal.write(
-                    StepSkipped(
-                        step=what.step,
-                        first_sample=what.first_sample,
-                        samples=what.samples,
-                        consecutive=progress.skipped_in_a_row,
-                    )
-                )
-        if unprotected:
+        self._row_from = self._row_from or taken.samples
+        finite = all(reading.finite for reading in readings)
+        self._row_is_finite = self._row_is_finite and finite
+        if finite:
+            self._member.send(LeftOut(step=taken.step))
+        searching = not finite and self._scaler_searches()
+        if not searching:
+            self._examine(taken, finite=finite)
+        self._tell(taken, readings)
+        if taken.unprotected:
             # The update was skipped, and yet the model is not what it was.
-            names = ", ".join(unprotected[:3])
-            self._give_up(what.step, f"a non-finite gradient, and {names} can't be put back")
-        scaler = self._registry.scaler
-        if scaler is not None and scaler.get_scale() > 1.0:
+            names = ", ".join(taken.unprotected[:3])
+            self._trouble(taken, f"{_what(finite)}, and {names} can't be put back")
+            return
+        if self._examination is not None and self._examination.state and not searching:
+            state = "; ".join(self._examination.state)
+            self._trouble(taken, f"{_what(finite)}, and no other batch would help: {state}")
+            return
+        if searching:
             return  # a scaler that still has room below looks for its scale: that is no incident
-        if progress.skipped_in_a_row < self._limit:
+        cause = Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE
+        if progress.skipped_in_a_row < max(1, skips_allowed(self._policy, cause)):
             return
-        text = f"{progress.skipped_in_a_row} steps in a row had a non-finite gradient"
-        if self._hook_says_go_on(what.step, text):
-            progress.skipped_in_a_row = 0
-            return
-        self._give_up(what.step, text)
+        self._trouble(taken, f"{progress.skipped_in_a_row} steps in a row had {_what(finite)}")
 
-    def _give_up(self, step: int, text: str) -> NoReturn:
-        self._let_land()
-        self._member.send(Recover(cause=Cause.NON_FINITE.value, step=step, text=text))
-        raise LaunchGivenUp
-
-    def _hook_says_go_on(self, step: int, text: str) -> bool:
-        """Rank 0 asks the program's hook; all ranks hear the answer (only after an incident)."""
-        brief = self._context.brief
-        incident = Incident(
-            id=f"{brief.attempt}.{brief.launch}.hook",
-            cause=Cause.NON_FINITE,
-            confidence=Confidence.CERTAIN,
-            evidence=(Evidence("gradient norm", text),),
-            step=step,
+    def _trouble(self, taken: Taken, text: str) -> None:
+        first, found = self._row_from or taken.samples, self._examination
+        row = self._progress.skipped_in_a_row
+        self.trouble = Trouble(
+            cause=Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE,
+            onset=taken.step - row + 1,
+            step=taken.step,
+            text=text,
+            window=SampleWindow(first.first, taken.samples.stop),
+            evidence=() if found is None else found.evidence(),
+            repeats=None if found is None else found.repeats,
+            in_memory=found is not None and bool(found.state),
+            rank=None if found is None else found.rank,
+            # A node is to be suspected where the same again was no trouble.
+            hosts=() if found is None or found.repeats is not False else found.hosts,
         )
-        decision = self._hooks.instability(incident)
-        go_on = decision is not None and decision.action in (Action.SKIP, Action.WARN)
-        if self._group is None:
-            return go_on
-        flag = torch.tensor([int(go_on)])
-        dist.broadcast(flag, group_src=0, group=self._group)
-        return bool(flag.item())
+
+    def _examine(self, taken: Taken, *, finite: bool) -> None:
+        """The expensive questions, on the first step of a row: all ranks together."""
+        if self._progress.skipped_in_a_row != 1:
+            return
+        again = self._examined_at
+        if again is not None and 0 <= taken.step - again < _STEPS_BETWEEN_EXAMINATIONS:
+            return
+        self._examined_at = taken.step
+        # Where a later step was applied the weights have moved on: nothing can be computed again.
+        moved = any(
+            all(each.verdict.read().applied for each in later.applied) for later in self._unread
+        )
+        replay = None if moved or finite else taken.compute_loss
+        without = ""
+        if moved or finite:
+            without = "its gradient was finite" if finite else "the weights have moved on"
+        if self._names is None:
+            self._names = names_of(self._registry.models)
+        blame = [part for each in taken.applied for part in each.blame(self._names)]
+        with self._injecting.replay():
+            self._examination = self._examiner.examine(
+                batch=taken.batch,
+                compute_loss=replay,
+                loss=None if finite else taken.own_loss(),
+                blame=blame,
+                generators=taken.generators,
+                no_replay=without,
+            )
+
+    def _tell(self, taken: Taken, readings: Sequence[Reading]) -> None:
+        if self._journal is None:
+            return
+        first = self._progress.skipped_in_a_row == 1
+        found = self._examination.evidence() if first and self._examination is not None else ()
+        large = [f"{reading.norm:.4g}" for reading in readings if reading.finite]
+        if large and not all(reading.applied for reading in readings):
+            found = (Evidence("gradient norm", f"{', '.join(large)}: above the limit"), *found)
+        with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+            self._journal.write(
+                StepSkipped(
+                    step=taken.step,
+                    first_sample=taken.samples.first,
+                    samples=taken.samples.stop - taken.samples.first,
+                    consecutive=self._progress.skipped_in_a_row,
+                    evidence=found,
+                )
+            )
+
+    def _scaler_searches(self) -> bool:
+        scaler = self._registry.scaler
+        return scaler is not None and scaler.get_scale() > 1.0
+
+
+def _together(readings: Sequence[Reading]) -> Reading:
+    """Of several optimizers, whose norms are no one quantity, only the loss can be watched."""
+    if len(readings) == 1:
+        return readings[0]
+    applied = all(reading.applied for reading in readings)
+    finite = all(reading.finite for reading in readings)
+    return Reading(applied, finite, math.nan, readings[-1].loss)
+
+
+def _what(finite: bool) -> str:
+    return "a gradient norm above the limit" if finite else "a non-finite gradient"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from slurm_forge.control import Member
-from slurm_forge.journal.events import StepSkipped
 from slurm_forge.training.batches import Batch
 from slurm_forge.training.buffers import BufferSnapshot
 from slurm_forge.training.first_steps import FirstSteps
+from slurm_forge.training.guard import drop_gradients
+from slurm_forge.training.in_force import InForce
+from slurm_forge.training.injecting import Injecting
 from slurm_forge.training.loss import BatchLoss
 from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
-from slurm_forge.training.skips import Skips
+from slurm_forge.training.replaying import Generators
+from slurm_forge.training.skips import Skips, Taken
 from slurm_forge.training.step import Step
 from slurm_forge.training.trail import LossTrail
+from slurm_forge.vocabulary.plan import SampleWindow
 
 __all__ = ["Stepping"]
 
@@ -34,8 +39,9 @@ class Stepping:
         member: Member,
         device: torch.device,
         world_size: int,
-        lr_scale: Callable[[int], float],
+        in_force: InForce,
         first_steps: FirstSteps | None,
+        injecting: Injecting,
     ) -> None:
         self._registry = registry
         self._progress = progress
@@ -44,42 +50,52 @@ class Stepping:
         self._member = member
         self._device = device
         self._world_size = world_size
-        self._lr_scale = lr_scale
+        self._in_force = in_force
         self._first_steps = first_steps
+        self._injecting = injecting
         self._snapshot: BufferSnapshot | None = None
+        self._generators: Generators | None = None
         #: Samples of a step over all ranks; 0 where the program's own batches say it.
         self.global_batch = 0
         #: Whether a step was applied in this launch.
         self.stepped = False
+        #: What computes the loss of a micro-batch, where that is known; for one step.
+        self.compute_loss: Callable[[Any], Any] | None = None
 
     def begin(self, batch: Batch) -> Step:
         """Clear the gradients and remember the buffers."""
+        step = self._progress.step
+        self._injecting.boundary(step, self._registry)
         for optimizer in self._registry.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
         if self._snapshot is None:
             self._snapshot = BufferSnapshot(self._registry.models.values())
         else:
             self._snapshot.take()
-        step = self._progress.step
         self._member.begin(step + 1)
+        # For the case that this step has to be computed once more.
+        self._generators = Generators.now(self._device)
         return Step(
             batch,
             registry=self._registry,
             loss=BatchLoss(
                 global_batch=self._samples(batch), ranks=self._world_size, device=self._device
             ),
-            lr_scale=self._lr_scale(step),
+            lr_scale=self._in_force.plan.lr_scale(step),
+            limit=self._in_force.limit,
             snapshot=self._snapshot,
         )
 
     def end(self, step: Step) -> bool:
         """Count the step and take its verdict in; False if the program only measured something."""
+        compute_loss, self.compute_loss = self.compute_loss, None
         if not step.applied:
             return False
-        progress = self._progress
-        first = progress.consumed
+        progress, samples = self._progress, self._samples(step.batch)
         progress.step += 1
-        progress.consumed += self._samples(step.batch)
+        # A batch of ours says where in the stream it ends: windows of it may be left out.
+        ours = self.global_batch > 0
+        progress.consumed = step.batch.consumed if ours else progress.consumed + samples
         self.stepped = True
         for scheduler in self._registry.schedulers:
             scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
@@ -87,17 +103,20 @@ class Stepping:
         if step.has_loss:
             self._trail.note(step.mean_loss())
         if self._first_steps is not None:
-            samples = step.batch.micro_sizes[0] if step.batch.micro_sizes else 0
-            self._first_steps.note(progress.step, step.first_loss, samples)
+            first = step.batch.micro_sizes[0] if step.batch.micro_sizes else 0
+            self._first_steps.note(progress.step, step.first_loss, first)
+        first = step.batch.first if ours else progress.consumed - samples
         self._skips.taken(
-            step.applied,
-            StepSkipped(
+            Taken(
+                applied=step.applied,
                 step=progress.step,
-                first_sample=first,
-                samples=progress.consumed - first,
-                consecutive=0,
-            ),
-            unprotected,
+                samples=SampleWindow(first, progress.consumed),
+                batch=step.batch,
+                compute_loss=compute_loss,
+                generators=self._generators,
+                own_loss=step.own_loss,
+                unprotected=unprotected,
+            )
         )
         return True
 

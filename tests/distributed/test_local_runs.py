@@ -143,7 +143,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run with one NaN, on one rank, that somebody asked for a save in between."""
     runs = tmp_path_factory.mktemp("runs")
     asked = Held(runs, lambda run: run.save_file.touch(), lambda s: s.attempts[0].notices)
-    return here(runs, asked, args={"faults": ["nan@step=5,rank=1"], "hold": 2})
+    return here(runs, asked, args={"faults": ["nan@5:rank1"], "hold": 2})
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(finished: RunDirectory) -> None:
@@ -176,22 +176,32 @@ def test_a_finished_run_that_is_started_again_returns_at_once(
 def test_three_bad_gradients_in_a_row_roll_back_with_half_the_learning_rate(
     tmp_path: Path,
 ) -> None:
-    ladder = [{"do": "skip", "times": 3}, {"do": "rollback", "times": 1, "lr_scale": 0.5}]
-    faults = ["nan@step=5,until=7,rank=0,attempt=1"]
-    run = here(tmp_path, ranks=1, args={"faults": faults}, recovery={"non_finite": ladder})
+    ladder = [
+        {"do": "skip", "times": 3},
+        {"do": "rollback", "times": 1, "lr_scale": 0.5, "skip_samples": "window"},
+    ]
+    inject = [f"nan:samples={5 * BATCH}-{8 * BATCH - 1}"]
+    run = here(tmp_path, ranks=1, inject=inject, recovery={"non_finite": ladder})
     state = run_state(run)
     assert state.status is RunStatus.FINISHED
     assert incidents(state) == [(Cause.NON_FINITE, Action.ROLLBACK)]
     assert [s.consecutive for s in state.attempts[0].skipped] == [1, 2, 3]
-    assert state.attempts[1].launches[0].resumed.step == 4, "not the last save before the fault"
+    (launch,) = state.attempts[0].launches
+    assert launch.resumed.step == 4, "not the last save before the fault"
     (_, decision), *_ = state.attempts[0].decisions
-    assert [(c.parameter, c.old, c.new) for c in decision.changes] == [("lr_scale", "1", "0.5")]
+    assert [(c.parameter, c.old, c.new) for c in decision.changes] == [
+        ("lr_scale", "1", "0.5"),
+        ("skipped_samples", "-", f"{5 * BATCH}-{8 * BATCH - 1}"),
+    ]
     assert state.plan.lr_scale(5) == 0.5
-    check_samples(run)
+    order = SampleOrder(0, 997, BATCH)
+    for step, samples in consumed(run.path).items():
+        left_out = 3 * BATCH if step >= 5 else 0
+        assert samples == sorted(order.indices(step * BATCH + left_out, BATCH))
 
 
 def test_out_of_memory_on_one_rank_halves_the_micro_batch_and_nothing_else(tmp_path: Path) -> None:
-    run = here(tmp_path, args={"faults": ["oom@step=5,rank=1,above=4"]})
+    run = here(tmp_path, args={"faults": ["oom@5:rank1:above=4"]})
     state = run_state(run)
     assert state.status is RunStatus.FINISHED
     assert incidents(state) == [(Cause.CUDA_OOM, Action.SHRINK_MICRO_BATCH)]
@@ -240,7 +250,7 @@ def test_an_error_of_the_program_climbs_its_ladder_and_then_the_run_is_held(
     tmp_path: Path,
 ) -> None:
     ladder = [{"do": "requeue", "times": 1}]
-    args = {"faults": ["exception@step=6"]}
+    args = {"faults": ["exception@6:always"]}
     run = here(tmp_path, ranks=1, args=args, recovery={"app_error": ladder})
     state = run_state(run)
     assert state.status is RunStatus.HELD
@@ -321,7 +331,7 @@ def test_in_process_a_stopped_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_in_process_an_error_comes_back_as_one(tmp_path: Path) -> None:
-    args = {"faults": ["exception@step=6"]}
+    args = {"faults": ["exception@6:always"]}
     recovery = {"app_error": [{"do": "requeue", "times": 1}]}
     run, result = in_process(tmp_path, args=args, recovery=recovery)
     assert "ForgeError" in result

@@ -591,13 +591,18 @@ def test_a_bad_step_is_skipped_and_its_samples_are_gone(lab):
 
 
 def test_too_many_in_a_row_give_the_launch_up_without_a_save(lab):
-    made = lab(recovery=POLICY, checkpoint={"every_steps": 1})
+    made = lab(
+        recovery={"non_finite": [{"do": "skip", "times": 2}]}, checkpoint={"every_steps": 1}
+    )
     run, channel = made.start()
     with pytest.raises(LaunchGivenUp):
         train(run, prepared(run), 9, bad=(2, 3, 4))
-    (said,) = channel.said
+    (said,) = [each for each in channel.said if isinstance(each, p.Recover)]
     assert (said.cause, said.step) == (Cause.NON_FINITE.value, 4)
     assert made.saved()[-1][0] == 3, "what came after the last good step was saved"
+    (decided,) = made.events(ev.DecisionTaken)
+    assert decided.decision.incident_id == said.decided
+    assert decided.decision.action is Action.HOLD
 
 
 def test_a_hook_may_let_it_go_on(lab):

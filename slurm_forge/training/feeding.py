@@ -1,0 +1,229 @@
+"""The loop of ``run.batches``: which samples are left, how they are cut, where it is rewound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.recovery.fingerprint import sampling_facts
+from slurm_forge.recovery.learned import may_shrink
+from slurm_forge.training.assembly import Parts
+from slurm_forge.training.batches import Batch, BatchSource
+from slurm_forge.training.boundary import DATA_POLL
+from slurm_forge.training.context import RankContext
+from slurm_forge.training.learning import Learning
+from slurm_forge.training.order import SampleOrder, fitting_micro_batch
+from slurm_forge.training.process_group import Groups
+from slurm_forge.training.resuming import Resuming
+from slurm_forge.training.sameness import require_same
+from slurm_forge.training.until import Epochs, Steps
+from slurm_forge.vocabulary.plan import SampleWindow
+
+__all__ = ["Asked", "Feeding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the program asked of ``run.batches``."""
+
+    dataset: Any
+    global_batch_size: int
+    until: Steps | Epochs
+    micro_batch_size: int | None
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
+class Feeding:
+    """One object per rank; ``batches`` is one loop over what is left of the run."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        parts: Parts,
+        resuming: Resuming,
+        *,
+        groups: Groups,
+        device: torch.device,
+        boundary: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._parts = parts
+        self._resuming = resuming
+        self._groups = groups
+        self._device = device
+        self._boundary = boundary
+        #: Samples of an epoch; 0 before the loop has begun.
+        self.length = 0
+        self._feeding: BatchSource | None = None
+        self._learning: Learning | None = None
+        self._begun_at = 0
+
+    def batches(self, asked: Asked) -> Iterator[Batch]:
+        """The batches that are left."""
+        parts = self._parts
+        order = self._begin(asked)
+        source, turn = self._source(asked, order), parts.boundaries.turn
+        self._begun_at = parts.progress.step
+        parts.recovering.rewind = self._resuming.rewind if self._rewindable else None
+        try:
+            while True:
+                self._boundary()
+                if parts.boundaries.turn != turn:  # rewound: other samples come next
+                    source.close()
+                    source, turn = self._source(asked, order), parts.boundaries.turn
+                if parts.progress.step >= self._total(asked):
+                    if parts.recovering.ends_well():
+                        return
+                    continue
+                with parts.boundaries.data_wait() as poll:
+                    batch = source.next_batch(poll, DATA_POLL)
+                before = (parts.boundaries.turn, parts.progress.step)
+                yield batch
+                if (parts.boundaries.turn, parts.progress.step) == before:
+                    raise _not_stepped()  # it would come again for ever
+        finally:
+            parts.recovering.rewind = self._feeding = None
+            source.close()
+
+    def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:
+        """The batch once more in smaller micro-batches, as all that follow; None if it isn't ours.
+
+        The samples and the global batch stay what they are.
+        """
+        source = self._feeding
+        if source is None or not batch.sample_ids:
+            return None
+        again = source.smaller(batch, micro_batch)
+        source.shrink(micro_batch)
+        if self._learning is not None:
+            self._learning.failed(self._resuming.micro_batch, micro_batch)
+        self._resuming.micro_batch = micro_batch
+        return again
+
+    def going_well(self) -> None:
+        """Training has come some way: now and then, when nobody is held up by it."""
+        if self._learning is not None:
+            done = self._parts.progress.step - self._begun_at
+            self._learning.worked(self._resuming.micro_batch, done)
+            self._tell_learned()
+
+    @property
+    def _rewindable(self) -> bool:
+        """Whether all that training changes can be put back: as far as can be told."""
+        registry = self._parts.registry
+        ours = {id(p) for model in registry.models.values() for p in model.parameters()}
+        return bool(registry.optimizers) and all(
+            id(parameter) in ours
+            for optimizer in registry.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _begin(self, asked: Asked) -> SampleOrder:
+        parts, resuming, spec = self._parts, self._resuming, self._context.spec
+        order = SampleOrder(spec.seed, len(asked.dataset), asked.global_batch_size)
+        share = order.share(self._context.world_size)
+        most = min(asked.micro_batch_size or share, share)
+        self.length = len(asked.dataset)
+        fitting = self._fitting(most)
+        resuming.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
+        parts.stepping.global_batch = asked.global_batch_size
+        parts.comparing.know(
+            sampling_facts(
+                seed=spec.seed, global_batch=asked.global_batch_size, samples=self.length
+            )
+        )
+        if resuming.restored:
+            parts.comparing.compare_again()
+        resuming.until = self._total(asked)
+        resuming.restore()
+        require_same(
+            Ranks(self._groups.cpu),
+            {
+                "the length of the dataset": self.length,
+                "global_batch_size": asked.global_batch_size,
+                "micro_batch_size": most,
+                "until": resuming.until,
+            },
+            next_step="Give run.batches() the same arguments on every rank.",
+        )
+        return order
+
+    def _fitting(self, asked: int) -> int:
+        """Samples per forward pass: what is asked, the plan, and what other runs have learned."""
+        plan, brief = self._parts.in_force.plan.micro_batch, self._context.brief
+        spec = self._context.spec
+        shrinks = may_shrink(spec.recovery, batch_coupled=spec.batch_coupled)
+        if self._context.rank == 0 and shrinks:
+            self._learning = Learning(
+                self._context.directory,
+                self._parts.registry,
+                asked=asked,
+                ranks=self._context.world_size,
+                device=self._device,
+            )
+
+        def suggest(_: object) -> int:
+            if self._learning is None:
+                return min(asked, plan or asked)
+            return self._learning.suggest(plan, fresh=brief.committed_step is None)
+
+        fitting = int(Ranks(self._groups.cpu).agree(None, None, suggest, doing="Beginning"))
+        self._tell_learned()
+        return fitting
+
+    def _tell_learned(self) -> None:
+        keeping = self._parts.saver.keeping
+        if self._learning is not None and keeping is not None:
+            for note in self._learning.notes():
+                keeping.say(note)
+
+    def _total(self, asked: Asked) -> int:
+        """Steps of the whole run; windows that are left out of epochs have none."""
+        total = asked.until.steps(self.length, asked.global_batch_size)
+        windows = self._parts.in_force.plan.skipped
+        if isinstance(asked.until, Steps) or not windows:
+            return total
+        end = asked.until.count * self.length
+        return total - _samples_in(windows, end) // asked.global_batch_size
+
+    def _source(self, asked: Asked, order: SampleOrder) -> BatchSource:
+        parts = self._parts
+        plan = parts.in_force.plan
+        workers = asked.num_workers
+        if workers and plan.worker_factor < 1.0:
+            workers = max(1, int(workers * plan.worker_factor))
+        seed = self._context.spec.seed
+        self._feeding = BatchSource(
+            asked.dataset,
+            order,
+            rank=self._context.rank,
+            ranks=self._context.world_size,
+            micro_batch=self._resuming.micro_batch,
+            num_workers=workers,
+            collate_fn=asked.collate_fn,
+            device=self._device,
+            # Other random numbers where the plan asks for them; the order of samples stays.
+            seed=seed + plan.reseeded,
+            start_consumed=parts.progress.consumed,
+            start_step=parts.progress.step,
+            skipped=plan.skipped,
+        )
+        return self._feeding
+
+
+def _samples_in(windows: Sequence[SampleWindow], end: int) -> int:
+    return sum(max(0, min(window.stop, end) - window.first) for window in windows)
+
+
+def _not_stepped() -> UnsupportedError:
+    return UnsupportedError(
+        "a batch was taken and no step was applied: its samples would be neither used nor counted",
+        next_step="Call run.train_step, or s.apply inside with run.step, for every batch.",
+    )

@@ -1,0 +1,255 @@
+"""What is done about an instability, by all ranks together, between two steps.
+
+Rank 0 decides (the program's hook first, then the policy) and writes it down; all ranks hear it in
+one exchange, which is issued only after an incident.  A rollback is carried out here where the loop
+is ours to rewind; everything else ends the launch, and the supervisor does what was decided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.control import Member
+from slurm_forge.control import protocol as p
+from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
+from slurm_forge.journal.events import DecisionTaken, IncidentSeen, Recovered
+from slurm_forge.journal.known import INSTABILITY
+from slurm_forge.recovery.decide import asks_hook_first, decide
+from slurm_forge.recovery.hook import answered
+from slurm_forge.training.context import RankContext
+from slurm_forge.training.hooks import Hooks
+from slurm_forge.training.in_force import InForce
+from slurm_forge.training.progress import Progress
+from slurm_forge.training.saves import Saves
+from slurm_forge.training.skips import LaunchGivenUp, Skips
+from slurm_forge.training.spikes import SpikeWatch
+from slurm_forge.training.trouble import Trouble
+from slurm_forge.training.verdict import LARGEST
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["Recovering"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A rollback whose cost is known once training is past ``step`` again."""
+
+    incident_id: str
+    step: int
+    again: int
+    since: float
+
+
+class Recovering:
+    """One object per launch and rank.
+
+    ``rewind`` puts everything back to the newest checkpoint that may be used and is None where the
+    loop can't be rewound: then the launch is ended for it.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        in_force: InForce,
+        skips: Skips,
+        saves: Saves,
+        progress: Progress,
+        hooks: Hooks,
+        journal: JournalWriter | None,
+        watch: SpikeWatch | None,
+        member: Member,
+        group: dist.ProcessGroup | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._in_force = in_force
+        self._skips = skips
+        self._saves = saves
+        self._progress = progress
+        self._hooks = hooks
+        self._journal = journal
+        self._watch = watch
+        self._member = member
+        self._ranks = Ranks(group)
+        self._clock = clock
+        self._count = 0
+        self._owed: _Owed | None = None
+        self.rewind: Callable[[], None] | None = None
+
+    def boundary(self) -> bool:
+        """Between two steps: see to what the last ones were; whether training was rewound."""
+        if self._owed is not None and self._progress.step > self._owed.step:
+            self._settle_account(self._owed)
+        trouble, self._skips.trouble = self._skips.trouble, None
+        return trouble is not None and self.act(trouble)
+
+    def act(self, trouble: Trouble) -> bool:
+        """Decide about it and do it: on all ranks at this boundary.  Whether it was rewound."""
+        since = self._clock()
+        # A save in flight may be what is gone back to, and its ranks may be what is given up.
+        self._saves.settle()
+        self._skips.read_all()
+        self._skips.trouble = None
+        self._count += 1
+        brief = self._context.brief
+        incident_id = f"{brief.attempt}.{brief.launch}.{self._count}"
+        said = self._ranks.agree(
+            None, None, lambda _: self._decide(trouble, incident_id), doing="Deciding"
+        )
+        if said is None:
+            self._give_up(trouble, decided="")
+        decision: Decision = _decisions().validate_python(said)
+        if decision.action in (Action.SKIP, Action.WARN):
+            self._progress.skipped_in_a_row = 0
+            self._in_force.plan = decision.plan
+            if self._watch is not None and trouble.cause is Cause.LOSS_SPIKE:
+                self._watch.tolerate()
+            return False
+        rewind = self.rewind
+        moves = decision.plan.exclude_nodes != self._in_force.plan.exclude_nodes
+        here = decision.action is Action.ROLLBACK and decision.target is not None and not moves
+        if rewind is None or not here:
+            self._give_up(trouble, decided=incident_id)
+        self._in_force.plan, self._in_force.limit = decision.plan, LARGEST
+        self._skips.forget()
+        rewind()
+        step = self._progress.step
+        if self._journal is not None:
+            text = f"{decision.reason}, back to step {step}"
+            self._member.send(p.Cured(step=step, text=text))
+            self._owed = _Owed(incident_id, trouble.step, trouble.step - step, since)
+        return True
+
+    def ends_well(self) -> bool:
+        """After the last step: see to what is not right with it; False if training was rewound.
+
+        A run that is finished is never looked at again, and what only a save would find may have
+        come after the last one.
+        """
+        self._saves.settle()
+        self._skips.read_all()
+        if self.boundary():
+            return False
+
+        def together(found: Sequence[Sequence[str]]) -> str:
+            return "; ".join(dict.fromkeys(each for some in found for each in some))
+
+        mine: list[Json] = list(self._saves.unsound())
+        text = self._ranks.agree(None, mine, together, doing="Ending the run")
+        if not text:
+            return True
+        step = self._progress.step
+        text = f"in the state after step {step}: {text}"
+        return not self.act(
+            Trouble(cause=Cause.NON_FINITE, onset=step, step=step, text=text, in_memory=True)
+        )
+
+    def shrink(self, text: str, micro_batch: int) -> int | None:
+        """The smaller micro-batch to go on with on this one rank; None where that is not decided.
+
+        What is not decided here is journalled nowhere: the launch ends, and then it is.
+        """
+        journal, brief = self._journal, self._context.brief
+        if journal is None or self._context.world_size != 1:
+            return None
+        self._count += 1
+        incident = Incident(
+            id=f"{brief.attempt}.{brief.launch}.{self._count}",
+            cause=Cause.CUDA_OOM,
+            confidence=Confidence.CERTAIN,
+            evidence=(Evidence(f"rank 0 on {self._context.host}", text),),
+            step=self._progress.step,
+            rank=0,
+            hosts=(self._context.host,),
+            micro_batch=micro_batch,
+        )
+        try:
+            state = fold(read_journal(self._context.directory, thin=True)[0])
+            decision = self._chosen(state, incident)
+            smaller = decision.plan.micro_batch
+            if decision.action is not Action.SHRINK_MICRO_BATCH or smaller is None:
+                return None
+            journal.write(IncidentSeen(incident=incident))
+            journal.write(DecisionTaken(decision=decision), durable=True)
+        except OSError:
+            return None
+        self._in_force.plan = decision.plan
+        self._member.send(p.Cured(step=self._progress.step, text=decision.reason))
+        return smaller
+
+    def _decide(self, trouble: Trouble, incident_id: str) -> Any:
+        """On rank 0: the decision as JSON; None where it can't be written down."""
+        incident = trouble.incident(incident_id)
+        journal = self._journal
+        if journal is None:
+            raise AssertionError("only rank 0 decides")
+        try:
+            journal.write(IncidentSeen(incident=incident))
+            state = fold(read_journal(self._context.directory, thin=True)[0])
+            decision = self._chosen(state, incident)
+            journal.write(DecisionTaken(decision=decision), durable=True)
+        except OSError:
+            return None  # a budget that is charged nowhere would never be used up
+        return _decisions().dump_python(decision, mode="json")
+
+    def _chosen(self, state: RunState, incident: Incident) -> Decision:
+        """The hook's answer where its place in the ladder is, and else what the policy says."""
+        spec = self._context.spec
+        coupled = spec.batch_coupled
+
+        def hook(rung: int | None) -> Decision | None:
+            said = self._hooks.instability(incident)
+            if said is None:
+                return None
+            return answered(state, incident, said, rung=rung, batch_coupled=coupled)
+
+        def policy(*, ask: bool) -> Decision:
+            return decide(
+                spec.recovery,
+                state,
+                incident,
+                batch_coupled=coupled,
+                mem=spec.resources.mem,
+                in_process=True,
+                hook=ask,
+            )
+
+        asked = incident.cause in INSTABILITY and self._hooks.on_instability
+        decision = hook(None) if asked and asks_hook_first(spec.recovery, incident.cause) else None
+        decision = decision or policy(ask=asked)
+        if decision.action is Action.HOOK:
+            decision = hook(decision.rung) or policy(ask=False)
+        return decision
+
+    def _give_up(self, trouble: Trouble, *, decided: str) -> NoReturn:
+        self._saves.let_land()
+        self._member.send(
+            p.Recover(
+                cause=trouble.cause.value, step=trouble.step, text=trouble.text, decided=decided
+            )
+        )
+        raise LaunchGivenUp
+
+    def _settle_account(self, owed: _Owed) -> None:
+        self._owed = None
+        if self._journal is not None:
+            seconds = self._clock() - owed.since
+            with contextlib.suppress(OSError):
+                self._journal.write(
+                    Recovered(incident_id=owed.incident_id, steps=owed.again, seconds=seconds)
+                )
+
+
+def _decisions() -> TypeAdapter[Decision]:
+    return TypeAdapter(Decision)

@@ -1,0 +1,43 @@
+"""An instability that all ranks know of, on its way to a decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Incident
+from slurm_forge.vocabulary.plan import SampleWindow
+
+__all__ = ["Trouble"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What is the same on all ranks.  Steps are counted from 1: the first bad one and the last."""
+
+    cause: Cause
+    onset: int
+    step: int
+    text: str
+    window: SampleWindow | None = None
+    evidence: tuple[Evidence, ...] = ()
+    repeats: bool | None = None
+    rank: int | None = None
+    hosts: tuple[str, ...] = ()
+    in_memory: bool = False
+
+    def incident(self, number: str) -> Incident:
+        """As it is journalled and decided on."""
+        return Incident(
+            id=number,
+            cause=self.cause,
+            confidence=Confidence.CERTAIN,
+            evidence=(Evidence("all ranks", self.text), *self.evidence),
+            step=self.step,
+            rank=self.rank,
+            hosts=self.hosts,
+            onset=self.onset,
+            window=self.window,
+            repeats=self.repeats,
+            in_memory=self.in_memory,
+        )
