@@ -18,7 +18,7 @@ from slurm_forge.journal.events import Resumed
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.units import parse_duration
+from slurm_forge.units import parse_duration, parse_memory
 
 __all__ = ["Gathering", "gather"]
 
@@ -35,6 +35,8 @@ class Gathering:
         self._records: list[Record] = []
         self._damage: list[Damage] = []
         self._total: int | None = None
+        self._memory: int | None = None
+        self._global_batch: int | None = None
         self._purge: PurgeRule | None = None
         self._problem = self._read_spec()
 
@@ -57,6 +59,7 @@ class Gathering:
                 value = value.get(key) if isinstance(value, dict) else None
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 self._total = value
+            self._memory = _memory(body)
             after = body.get("purge_after") if isinstance(body, dict) else None
             if after is not None:
                 self._purge = PurgeRule(parse_duration(after), str(body.get("purge_basis") or ""))
@@ -73,6 +76,7 @@ class Gathering:
         for record in new:
             if isinstance(record.event, Resumed) and record.event.until is not None:
                 self._total = record.event.until
+                self._global_batch = record.event.global_batch or self._global_batch
         return new
 
     def facts(self) -> RunFacts:
@@ -92,7 +96,18 @@ class Gathering:
             problems=() if self._problem is None else (self._problem,),
             purge=self._purge,
             oldest_file=_oldest_file(run, self._purge),
+            memory=self._memory,
+            global_batch=self._global_batch,
         )
+
+
+def _memory(body: Any) -> int | None:
+    """What the job asks for per node, in bytes."""
+    for key in ("job", "resources", "mem"):
+        body = body.get(key) if isinstance(body, dict) else None
+    if isinstance(body, str):
+        return parse_memory(body)
+    return body if isinstance(body, int) and not isinstance(body, bool) else None
 
 
 def gather(run: RunDirectory, *, logs: bool = True) -> RunFacts:

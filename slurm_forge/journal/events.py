@@ -91,7 +91,7 @@ class Resumed:
     ``until`` is the step at which the program will be through, where that is known.  The seconds
     say where the time of a start went, counted from the start of rank 0's process.  ``candidates``
     are the newest checkpoints that were there: what an older attempt publishes later is another
-    branch.
+    branch.  ``global_batch`` are the samples of one step, where ``run.batches`` makes them.
     """
 
     step: int
@@ -103,6 +103,7 @@ class Resumed:
     rendezvous_s: float = 0.0
     load_s: float = 0.0
     candidates: tuple[str, ...] = ()
+    global_batch: int | None = None
     kind: Literal["resumed"] = "resumed"
 
 

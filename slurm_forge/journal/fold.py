@@ -39,6 +39,8 @@ __all__ = [
     "without_fenced",
 ]
 
+#: Skipped steps of an attempt that are kept: decisions rest on the last row of them.
+_SKIPS_KEPT = 255
 #: Clocks of two nodes may differ by this much before an old writer counts as fenced.
 CLOCK_SKEW_S = 30.0
 
@@ -195,7 +197,9 @@ def advance(state: RunState, record: Record) -> RunState:
             gone = {name for text in event.names if (name := _name(text)) is not None}
             return replace(state, known=pruned(state.known, gone), gone=state.gone | gone)
         case ev.StepSkipped():
-            return _in_attempt(state, record, lambda a: replace(a, skipped=(*a.skipped, event)))
+            return _in_attempt(
+                state, record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event))
+            )
         case ev.ProbeMeasured():
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
+from slurm_forge.report.planned import in_words
+from slurm_forge.report.skipping import row_of
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["came_back", "consequences", "restart", "saves"]
+__all__ = ["came_back", "consequences", "restart", "saves", "without_next"]
 
 _COMES_BACK = frozenset(
     {
@@ -17,10 +19,20 @@ _COMES_BACK = frozenset(
         Action.ROLLBACK.value,
         Action.SHRINK_MICRO_BATCH.value,
         Action.RAISE_MEM.value,
+        Action.FEWER_WORKERS.value,
     }
 )
+#: What is to come, where it has not come yet.
+_TO_COME = {
+    Action.REQUEUE.value: "to be requeued",
+    Action.RELAUNCH.value: "to be relaunched",
+}
+#: How decisions that hold a run end: with what a person can do, which is told elsewhere.
+_NEXT = "; next: "
+#: How the answer of a program's hook begins in the reason of its decision.
+_HOOK = ": on_instability: "
 _WORDS = {
-    Action.WARN.value: "warned",
+    Action.WARN.value: "warned, went on",
     Action.SKIP.value: "went on",
     Action.RAISE.value: "raised",
     Action.STOP.value: "stopped",
@@ -66,19 +78,40 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
     return "requeued" if attempt.outcome == "requeued" else ""
 
 
+def without_next(reason: str) -> str:
+    """Why a run is held, without what to do about it."""
+    return reason.partition(_NEXT)[0]
+
+
 def consequences(
-    attempt: s.AttemptStory, launch: s.LaunchStory, incident: s.IncidentStory, *, last: bool
+    attempt: s.AttemptStory,
+    launch: s.LaunchStory,
+    incident: s.IncidentStory,
+    *,
+    last: bool,
+    run: s.RunStory | None = None,
 ) -> Iterator[str]:
-    """Phrases for one incident; what the launch as a whole cost is told with its ``last`` one."""
+    """Phrases for one incident; what became of the launch is told with its ``last`` one."""
+    if row_of(launch, incident) is not None:
+        skipped = (incident.step or 0) - (incident.onset or 0) + 1
+        yield f"{t.plural(skipped, 'step')} skipped"
     if last:
         yield from _saved(launch)
-    decision = incident.decision
-    if decision is not None:
-        yield from _done(attempt, launch, decision, last=last)
-    if last and launch.repeated_steps is not None:
-        word = "lost" if launch.repeated_steps == 0 else "repeated"
-        cost = f" ({t.span(launch.repeated_s)})" if launch.repeated_s >= 1 else ""
-        yield f"{t.plural(launch.repeated_steps, 'step')} {word}{cost}"
+    if incident.decision is not None:
+        yield from _done(attempt, launch, incident, incident.decision, last=last, run=run)
+    yield from _cost(incident)
+
+
+def _cost(incident: s.IncidentStory) -> Iterator[str]:
+    steps, lost = incident.repeated_steps, incident.lost_s
+    if steps is None:
+        return
+    if steps == 0:
+        yield "0 steps lost"
+    elif lost is not None and t.span(lost) != t.span(0.0):
+        yield f"{t.plural(steps, 'step')} repeated, {t.span(lost)}"
+    else:
+        yield f"{t.plural(steps, 'step')} repeated"
 
 
 def _saved(launch: s.LaunchStory) -> Iterator[str]:
@@ -92,17 +125,53 @@ def _saved(launch: s.LaunchStory) -> Iterator[str]:
 
 
 def _done(
-    attempt: s.AttemptStory, launch: s.LaunchStory, decision: s.DecisionStory, *, last: bool
+    attempt: s.AttemptStory,
+    launch: s.LaunchStory,
+    incident: s.IncidentStory,
+    decision: s.DecisionStory,
+    *,
+    last: bool,
+    run: s.RunStory | None,
 ) -> Iterator[str]:
     action = decision.action
+    hooked = decision.reason.partition(_HOOK)[2]
+    if hooked:
+        yield f"the program's hook: {t.clean(hooked, 160)}"
+    if action == Action.ROLLBACK.value:
+        yield _rolled_back(incident, decision)
     for change in decision.changes:
-        name = t.clean(change.parameter, 64)
-        yield f"{name} {t.clean(change.old, 120) or 'none'} → {t.clean(change.new, 120)}"
-    if action == Action.ROLLBACK.value and last:
-        yield "rolled back"
-    if action in _COMES_BACK:
-        yield (came_back(attempt, launch) if last else "") or f"to be done: {action}"
-    elif action == Action.HOLD.value:
-        yield f"held: {t.clean(decision.reason, 300)}"
-    else:
+        total, memory = (None, None) if run is None else (run.total_steps, run.memory)
+        yield in_words(change, decision.plan, total, memory)
+    if action == Action.HOLD.value:
+        why = without_next(decision.reason).removeprefix(f"{incident.cause}: ")
+        yield f"held: {t.clean(why, 300)}"
+    elif action not in _COMES_BACK:
         yield _WORDS.get(action, action)
+    elif decision.in_process:
+        if action != Action.ROLLBACK.value:
+            yield "went on without a restart"
+    else:
+        back = came_back(attempt, launch) if last else ""
+        if not back and incident.resumed_step is not None and last:
+            back = "started again"
+        pending = _TO_COME.get(action, "to be started again") if last else ""
+        if back or pending:
+            yield back or pending
+
+
+def _rolled_back(incident: s.IncidentStory, decision: s.DecisionStory) -> str:
+    """Where training went back to, or where it is to go."""
+    reached, aim = incident.resumed_step, decision.target_step
+    if reached is None:
+        return f"to be rolled back{'' if aim is None else f' to {_place(aim, decision)}'}"
+    told = f"rolled back to {_place(reached, decision)}"
+    if aim is not None and aim != reached:
+        told += f" (that of step {t.number(aim)} could not be used)"
+    return f"{told} without a restart" if decision.in_process else told
+
+
+def _place(step: int, decision: s.DecisionStory) -> str:
+    if step == 0:
+        return "the start"
+    trust = decision.target_trust if step == decision.target_step else ""
+    return f"step {t.number(step)}{f' ({trust})' if trust else ''}"

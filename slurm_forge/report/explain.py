@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
-from slurm_forge.report.advice import next_in_story, next_time
+from slurm_forge.report.advice import next_in_story
 from slurm_forge.report.changes import what_changed
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
+from slurm_forge.report.lessons import next_time
 from slurm_forge.report.lineage import Lineage
 from slurm_forge.report.logs import output_of
 from slurm_forge.report.standing import standing, warnings_of
@@ -59,10 +60,17 @@ def explain(facts: RunFacts) -> RunStory:
         ending_s=_ending(line, now.status, last_seen),
         attempts=tuple(replace(a, logs=output_of(a.job, facts.logs)) for a in history.attempts),
         acts=history.acts,
-        changes=what_changed(ordered, line, total_steps=facts.total_steps),
+        changes=what_changed(
+            ordered,
+            line,
+            total_steps=facts.total_steps,
+            global_batch=facts.global_batch,
+            over=now.status in AT_REST,
+        ),
         next=(),
         next_time=(),
         warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
+        memory=facts.memory,
     )
     return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
 

@@ -17,6 +17,8 @@ class RunFacts:
     ``reference`` is what a person types to mean this run on the command line; ``problems`` are
     sentences about what could not be read.  ``logs`` are the files that the ranks' output went to,
     as a person would name them from the current folder; only those that hold something.
+    ``memory`` is what the job asks for per node, in bytes, and ``global_batch`` the samples of one
+    step, where that is known.
     """
 
     name: str
@@ -34,3 +36,5 @@ class RunFacts:
     purge: PurgeRule | None = None
     #: What the age of the oldest file that the run needs counts from.
     oldest_file: float | None = None
+    memory: int | None = None
+    global_batch: int | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import tzinfo
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.report import story as s
 from slurm_forge.report import text as t
+from slurm_forge.report.planned import in_words, planned
+from slurm_forge.vocabulary.cause import Evidence
 
 __all__ = ["happening"]
 
@@ -62,19 +66,19 @@ def _told(record: Record) -> str | None:
             gone = t.plural(len(event.names), "checkpoint")
             return f"deleted {gone} ({t.clean(event.reason, 100)})"
         case ev.StepSkipped():
-            last = event.first_sample + max(1, event.samples) - 1
-            return (
-                f"skipped the update of step {t.number(event.step)} "
-                f"(samples {t.steps(event.first_sample, last)})"
-            )
+            return _skipped(event)
+        case ev.Recovered():
+            again = t.plural(event.steps, "step")
+            return f"past the trouble: {again} repeated, {t.span(event.seconds)}"
         case ev.IncidentSeen():
             return _incident(event)
         case ev.DecisionTaken():
+            plan = planned(event.decision.plan, at=event.decision.plan.lr_from_step)
             changes = "".join(
-                f", {t.clean(c.parameter, 64)} {t.clean(c.old, 60)} → {t.clean(c.new, 60)}"
+                f", {in_words(s.ParameterChange(c.parameter, c.old, c.new), plan, None)}"
                 for c in event.decision.changes
             )
-            return f"decided: {t.clean(event.decision.reason, 200)}{changes}"
+            return f"decided: {t.clean(event.decision.reason, 300)}{changes}"
         case ev.ProbeMeasured() if not event.ok:
             return f"probe failed, late: {_ranks(event)}"
         case ev.RequeueDone():
@@ -97,9 +101,26 @@ def _told(record: Record) -> str | None:
             return None
 
 
+def _skipped(event: ev.StepSkipped) -> str | None:
+    """The first of a row with what was found out about it, then ever more rarely how many."""
+    row = event.consecutive
+    if row > 1:
+        often = str(row).strip("0") == "1"
+        return f"{t.number(row)} steps in a row skipped" if often else None
+    last = event.first_sample + max(1, event.samples) - 1
+    samples = t.steps(event.first_sample, last)
+    seen = "; ".join(_evidence(event.evidence))
+    told = f"skipped the update of step {t.number(event.step)} (samples {samples})"
+    return f"{told}{': ' if seen else ''}{seen}"
+
+
+def _evidence(evidence: Iterable[Evidence]) -> Iterator[str]:
+    return (f"{t.clean(e.source, 40)}: {t.clean(e.text, 160)}" for e in evidence)
+
+
 def _incident(event: ev.IncidentSeen) -> str:
     incident = event.incident
-    seen = "; ".join(f"{t.clean(e.source, 40)}: {t.clean(e.text, 160)}" for e in incident.evidence)
+    seen = "; ".join(_evidence(incident.evidence))
     return f"{incident.cause.value} ({incident.confidence.value}){': ' if seen else ''}{seen}"
 
 

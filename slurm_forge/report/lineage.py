@@ -6,17 +6,41 @@ so what had to be repeated is exact in steps and good to a few seconds in time.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.report.skipping import TimedSkip
 from slurm_forge.report.story import LoggedFigure
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["LaunchKey", "Lineage", "trace"]
+__all__ = ["Cost", "LaunchKey", "Lineage", "PlanSpan", "by_rank_0", "trace"]
 
 #: Attempt and launch.
 LaunchKey = tuple[int, int]
+
+#: After these the launch goes on as if nothing had been.
+_GOES_ON = frozenset({Action.SKIP, Action.WARN})
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Training began again at ``resumed_step``: ``steps``, of ``seconds``, were thrown away."""
+
+    resumed_step: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpan:
+    """A plan that was in force from step ``first`` on, until the next span."""
+
+    first: int
+    plan: RecoveryPlan
 
 
 @dataclass(slots=True)
@@ -25,7 +49,10 @@ class Lineage:
 
     ``undone`` are those that training went back over.  ``followed`` holds the launches after which
     training was begun again.  ``figures`` are the newest logged ones of steps that stayed, by name.
-    ``trained_until`` is the time of the last step that was seen.
+    ``trained_until`` is the time of the last step that was seen.  Of incidents, by their id:
+    ``costs``, and those that training has ``passed``; ``after`` says which one a resume was for (by
+    the identity of its event).  ``plans`` are those that the steps which stayed were trained under;
+    ``coming`` is in force from the next start on.
     """
 
     step: int | None = None
@@ -34,10 +61,15 @@ class Lineage:
     repeated_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_steps: dict[LaunchKey, int] = field(default_factory=dict)
     followed: set[LaunchKey] = field(default_factory=set)
-    skipped: list[ev.StepSkipped] = field(default_factory=list)
-    undone: list[ev.StepSkipped] = field(default_factory=list)
+    skipped: list[TimedSkip] = field(default_factory=list)
+    undone: list[TimedSkip] = field(default_factory=list)
     figures: dict[str, LoggedFigure] = field(default_factory=dict)
     inexact: list[ev.Resumed] = field(default_factory=list)
+    costs: dict[str, Cost] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
+    after: dict[int, str] = field(default_factory=dict)
+    plans: list[PlanSpan] = field(default_factory=list)
+    coming: RecoveryPlan | None = None
 
 
 @dataclass(slots=True)
@@ -74,67 +106,153 @@ class _Segment:
         self.marks = [mark for mark in self.marks if mark[0] <= step]
 
 
+def by_rank_0(record: Record) -> bool:
+    """Whether rank 0 wrote it: the launch was going on."""
+    return record.writer.startswith("rank0")
+
+
 def trace(ordered: Iterable[Record]) -> Lineage:
     """Follow the line through records in their order, fenced ones left out."""
-    line = Lineage()
-    segments: list[_Segment] = []
-    seen: list[LaunchKey] = []
+    tracer = _Tracer()
     for record in ordered:
-        key, event = (record.attempt, record.launch), record.event
+        tracer.hear(record)
+    return tracer.done()
+
+
+class _Tracer:
+    """The line while its records are read."""
+
+    def __init__(self) -> None:
+        self._line = Lineage()
+        self._segments: list[_Segment] = []
+        self._seen: list[LaunchKey] = []
+        self._plan = RecoveryPlan()
+        self._decided: set[str] = set()
+        #: Incidents since training last began, and whether it was they that ended it.
+        self._waiting: dict[str, bool] = {}
+        #: (step, id) of incidents that training has not got past, the lowest step first.
+        self._ahead: list[tuple[int, str]] = []
+
+    def done(self) -> Lineage:
+        """The whole line."""
+        self._line.trained_until = self._segments[-1].until if self._segments else None
+        return self._line
+
+    def hear(self, record: Record) -> None:
+        """One more record."""
+        line, key, event = self._line, (record.attempt, record.launch), record.event
         match event:
             case ev.Resumed():
-                line.followed.update(seen)
-                seen.append(key)
-                _cut_back(line, segments, event.step)
-                line.inexact = [r for r in line.inexact if r.step < event.step]
-                if not event.exact:
-                    line.inexact.append(event)
-                time = record.time
-                segments.append(_Segment(key, time, event.step, event.step, time, []))
-                line.step = event.step
+                self._resumed(key, event, record.time)
             case ev.Progress() | ev.Logged() | ev.CheckpointCommitted() | ev.StepSkipped():
-                if segments and segments[-1].key == key:
-                    before = segments[-1].until
-                    segments[-1].reach(event.step, record.time)
-                    _add(line.training_s, key, segments[-1].until - before)
+                self._reach(key, event.step, record.time)
                 line.step = max(event.step, line.step or 0)
                 if isinstance(event, ev.StepSkipped):
-                    line.skipped.append(event)
+                    line.skipped.append((record.time, event))
                 elif isinstance(event, ev.Logged):
-                    _log(line, event, record.time)
+                    self._log(event, record.time)
             case ev.LaunchEnded() if event.step is not None:
                 # A few steps may have come after the last line of progress; when, nobody knows.
-                if segments and segments[-1].key == key:
-                    segments[-1].reach(event.step, segments[-1].until)
+                if self._reach(key, event.step, None):
                     line.step = max(event.step, line.step or 0)
+            case ev.IncidentSeen():
+                self._incident(key, event.incident, record)
+            case ev.DecisionTaken():
+                self._decision(event.decision, record)
+            case ev.Recovered():
+                line.passed.add(event.incident_id)
             case ev.Finished():
                 line.step = max(event.step, line.step or 0)
             case _:
                 pass
-    line.trained_until = segments[-1].until if segments else None
-    return line
+
+    def _reach(self, key: LaunchKey, step: int, time: float | None) -> bool:
+        """Whether the launch trains; ``time`` None: it was there before anybody said so."""
+        while self._ahead and self._ahead[0][0] < step:
+            self._line.passed.add(heapq.heappop(self._ahead)[1])
+        if not self._segments or self._segments[-1].key != key:
+            return False
+        segment = self._segments[-1]
+        before = segment.until
+        segment.reach(step, before if time is None else time)
+        _add(self._line.training_s, key, segment.until - before)
+        return True
+
+    def _resumed(self, key: LaunchKey, event: ev.Resumed, time: float) -> None:
+        line, step = self._line, event.step
+        line.followed.update(self._seen)
+        self._seen.append(key)
+        steps, seconds = self._cut_back(step)
+        ended = [name for name, training in self._waiting.items() if training]
+        for name in self._waiting:
+            mine = name == (ended[-1] if ended else next(iter(self._waiting)))
+            line.costs[name] = Cost(step, steps if mine else 0, seconds if mine else 0.0)
+        if self._waiting:
+            line.after[id(event)] = next(reversed(self._waiting))
+        self._waiting = {}
+        line.inexact = [r for r in line.inexact if r.step < step]
+        if not event.exact:
+            line.inexact.append(event)
+        line.plans = [span for span in line.plans if span.first < step]
+        line.plans.append(PlanSpan(step, self._plan))
+        line.coming = None
+        self._segments.append(_Segment(key, time, step, step, time, []))
+        line.step = step
+
+    def _incident(self, key: LaunchKey, incident: Incident, record: Record) -> None:
+        line, step = self._line, incident.step
+        if step is not None and self._reach(key, step, record.time if by_rank_0(record) else None):
+            line.step = max(step, line.step or 0)
+        trains = bool(self._segments) and self._segments[-1].key == key
+        self._waiting.setdefault(incident.id, trains)
+        place = step if step is not None else -1 if line.step is None else line.step
+        heapq.heappush(self._ahead, (place, incident.id))
+
+    def _decision(self, decision: Decision, record: Record) -> None:
+        if decision.incident_id in self._decided:
+            return
+        self._decided.add(decision.incident_id)
+        line, before = self._line, self._plan
+        self._plan = line.coming = decision.plan
+        goes_on = decision.action in _GOES_ON
+        if goes_on:
+            self._waiting.pop(decision.incident_id, None)
+        if goes_on or _shrunk_in_process(decision, record):
+            self._waiting.pop(decision.incident_id, None)
+            line.coming = None
+            if line.plans and before != self._plan:
+                line.plans.append(PlanSpan(line.step or 0, self._plan))
+
+    def _cut_back(self, step: int) -> tuple[int, float]:
+        """Training goes on from ``step``: what lies beyond it has to be done again."""
+        line, segments = self._line, self._segments
+        line.undone += [skip for skip in line.skipped if skip[1].step > step]
+        line.skipped = [skip for skip in line.skipped if skip[1].step <= step]
+        line.figures = {name: one for name, one in line.figures.items() if one.step <= step}
+        steps, seconds = 0, 0.0
+        while segments and segments[-1].head > step:
+            last = segments[-1]
+            kept = max(step, last.first)
+            time = last.time_of(kept)
+            steps += last.head - kept
+            seconds += max(0.0, last.until - time)
+            line.repeated_steps[last.key] = line.repeated_steps.get(last.key, 0) + last.head - kept
+            _add(line.repeated_s, last.key, last.until - time)
+            last.cut(kept, time)
+            if step > last.first:
+                break
+            segments.pop()
+        return steps, seconds
+
+    def _log(self, event: ev.Logged, time: float) -> None:
+        for name, value in event.values.items():
+            figure = LoggedFigure(name=name, value=value, step=event.step, time=time)
+            self._line.figures[name] = figure
 
 
-def _cut_back(line: Lineage, segments: list[_Segment], step: int) -> None:
-    """Training goes on from ``step``: what lies beyond it has to be done again."""
-    line.undone += [skip for skip in line.skipped if skip.step > step]
-    line.skipped = [skip for skip in line.skipped if skip.step <= step]
-    line.figures = {name: one for name, one in line.figures.items() if one.step <= step}
-    while segments and segments[-1].head > step:
-        last = segments[-1]
-        kept = max(step, last.first)
-        time = last.time_of(kept)
-        line.repeated_steps[last.key] = line.repeated_steps.get(last.key, 0) + last.head - kept
-        _add(line.repeated_s, last.key, last.until - time)
-        last.cut(kept, time)
-        if step > last.first:
-            break
-        segments.pop()
-
-
-def _log(line: Lineage, event: ev.Logged, time: float) -> None:
-    for name, value in event.values.items():
-        line.figures[name] = LoggedFigure(name=name, value=value, step=event.step, time=time)
+def _shrunk_in_process(decision: Decision, record: Record) -> bool:
+    """Rank 0 writes that down only where it does it on the spot."""
+    return decision.action is Action.SHRINK_MICRO_BATCH and by_rank_0(record)
 
 
 def _add(sums: dict[LaunchKey, float], key: LaunchKey, seconds: float) -> None:

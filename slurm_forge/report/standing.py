@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.report.consequences import without_next
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History
 from slurm_forge.report.purge import purge_warning
@@ -77,7 +78,7 @@ def _words(facts: RunFacts, state: RunState, status: RunStatus, newest: AttemptS
         case RunStatus.RUNNING if newest is not None:
             return _running(facts, newest)
         case _:
-            reason = clean(state.reason, 300)
+            reason = clean(without_next(state.reason), 300)
             return f"{status.value}: {reason}" if reason else status.value
 
 

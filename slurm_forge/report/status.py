@@ -9,10 +9,11 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.advice import next_steps
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
+from slurm_forge.report.planned import planned
 from slurm_forge.report.standing import standing, warnings_of
-from slurm_forge.report.story import CheckpointStory, LoggedFigure
+from slurm_forge.report.story import CheckpointStory, IncidentStory, LoggedFigure, PlanInForce
 from slurm_forge.report.text import clean
-from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["LastCheckpoint", "PlanInForce", "Status", "take_status"]
@@ -33,19 +34,6 @@ class LastCheckpoint:
     trust: str
     why: str
     good_step: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanInForce:
-    """The recovery plan; ``lr_scale`` is the factor on the learning rate at the current step."""
-
-    lr_scale: float
-    lr_factor: float
-    lr_from_step: int
-    lr_ramp_steps: int
-    micro_batch: int | None
-    mem_factor: float
-    exclude_nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +93,7 @@ def take_status(facts: RunFacts) -> Status:
         last_seen=last_seen,
         last_seen_age_s=None if last_seen is None else max(0.0, facts.now - last_seen),
         checkpoint=_last_checkpoint(history, state, facts.now),
-        plan=None if now.status is RunStatus.FINISHED else _plan(state.plan, step or 0),
+        plan=None if now.status is RunStatus.FINISHED else _plan(history, state, step or 0),
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
         warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
@@ -137,20 +125,30 @@ def _last_checkpoint(history: History, state: RunState, now: float) -> LastCheck
     )
 
 
-def _plan(plan: RecoveryPlan, step: int) -> PlanInForce | None:
-    scale = plan.lr_scale(step)
-    beside = (plan.micro_batch, plan.mem_factor, plan.exclude_nodes)
-    if scale == 1.0 and beside == (None, 1.0, ()):
+def _plan(history: History, state: RunState, step: int) -> PlanInForce | None:
+    """What is not as it would be at ``step``; a rollback only until its trouble is behind."""
+    plan = state.plan
+    rollback = _last_rollback(history)
+    unstable = plan.lr_scale(step) != 1.0 or (rollback is not None and not rollback.recovered)
+    beside = (plan.micro_batch, plan.mem_factor, plan.exclude_nodes, plan.worker_factor)
+    if not unstable and beside == (None, 1.0, (), 1.0):
         return None
-    return PlanInForce(
-        lr_scale=scale,
-        lr_factor=plan.lr_factor,
-        lr_from_step=plan.lr_from_step,
-        lr_ramp_steps=plan.lr_ramp_steps,
-        micro_batch=plan.micro_batch,
-        mem_factor=plan.mem_factor,
-        exclude_nodes=plan.exclude_nodes,
+    back_to = None
+    if unstable and rollback is not None and rollback.decision is not None:
+        back_to = rollback.resumed_step
+        back_to = rollback.decision.plan.rolled_back_to if back_to is None else back_to
+    return planned(plan, at=step, rolled_back_to=back_to)
+
+
+def _last_rollback(history: History) -> IncidentStory | None:
+    incidents = (
+        incident
+        for attempt in reversed(history.attempts)
+        for launch in reversed(attempt.launches)
+        for incident in reversed(launch.incidents)
+        if incident.decision is not None and incident.decision.action == Action.ROLLBACK.value
     )
+    return next(incidents, None)
 
 
 def _open(facts: RunFacts, state: RunState, status: RunStatus) -> tuple[str, ...]:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from datetime import tzinfo
 
 from slurm_forge.report import text as t
-from slurm_forge.report.changes import back_to_schedule
-from slurm_forge.report.status import PlanInForce, Status
-from slurm_forge.report.story import LoggedFigure
-from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.report.planned import back_to_schedule, factor, samples_in
+from slurm_forge.report.status import Status
+from slurm_forge.report.story import LoggedFigure, PlanInForce
 from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["figures", "status_text"]
@@ -38,8 +37,9 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     yield "checkpoint", _checkpoint(status, zone)
     if status.last_seen_age_s is not None and status.status == "running":
         yield "last heard", f"{t.span(status.last_seen_age_s)} ago"
-    if status.plan is not None:
-        yield "changed", _plan(status.plan, status.total_steps)
+    changed = "" if status.plan is None else _plan(status.plan, status.total_steps)
+    if changed:
+        yield "changed", changed
     for label, lines in (
         ("open", status.open),
         ("warning", status.warnings),
@@ -91,19 +91,23 @@ def _checkpoint(status: Status, zone: tzinfo | None) -> str:
 
 
 def _plan(plan: PlanInForce, total_steps: int | None) -> str:
-    parts = []
+    """``rolled back to step 9 800, learning rate x0.5, back by step 10 000; micro-batch 16``."""
+    unstable = []
+    if plan.rolled_back_to is not None:
+        place = plan.rolled_back_to
+        unstable.append(f"rolled back to {f'step {t.number(place)}' if place else 'the start'}")
     if plan.lr_scale != 1.0:
-        ramp = RecoveryPlan(
-            lr_factor=plan.lr_factor,
-            lr_from_step=plan.lr_from_step,
-            lr_ramp_steps=plan.lr_ramp_steps,
-        )
-        until = back_to_schedule(ramp, total_steps)
-        parts.append(f"learning rate {plan.lr_scale:.3g} of its schedule{until}")
+        back = back_to_schedule(plan, total_steps) or " from now on"
+        unstable.append(f"learning rate x{factor(plan.lr_scale)}{back}")
+    if unstable and plan.skipped:
+        unstable.append(f"{t.plural(samples_in(plan.skipped), 'sample')} left out")
+    parts = [", ".join(unstable)] if unstable else []
     if plan.micro_batch is not None:
-        parts.append(f"micro-batch {t.number(plan.micro_batch)} (global batch unchanged)")
+        parts.append(f"micro-batch {t.number(plan.micro_batch)} (same global batch)")
     if plan.mem_factor != 1.0:
-        parts.append(f"memory {plan.mem_factor:g} times what was asked")
+        parts.append(f"memory x{factor(plan.mem_factor)} of what was asked")
+    if plan.worker_factor != 1.0:
+        parts.append(f"data-loader workers x{factor(plan.worker_factor)}")
     if plan.exclude_nodes:
         parts.append(f"without {t.nodes(plan.exclude_nodes)}")
     return "; ".join(parts)

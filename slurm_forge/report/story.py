@@ -6,6 +6,7 @@ None is "the journal does not say" (or "not yet") throughout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "NoticeStory",
     "Observation",
     "ParameterChange",
+    "PlanInForce",
     "RejectedCheckpoint",
     "ResumeStory",
     "RunStory",
+    "SampleRange",
     "ScienceChange",
     "SkipStory",
 ]
@@ -47,20 +50,68 @@ class ParameterChange:
     new: str
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SampleRange:
+    """Samples of the run's order, first and last one."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInForce:
+    """A recovery plan; ``lr_scale`` is the factor on the learning rate where it is told.
+
+    ``lr_back_step`` is where the ramp is back at 1 (None: it stays), ``skipped`` the samples that
+    are left out, ``reseeded`` how often random numbers were drawn anew.  ``rolled_back_to`` is the
+    step that training went back to, None where it did not, or has long got past the trouble.
+    """
+
+    lr_scale: float
+    lr_factor: float
+    lr_from_step: int
+    lr_ramp_steps: int
+    micro_batch: int | None
+    mem_factor: float
+    exclude_nodes: tuple[str, ...]
+    lr_back_step: int | None
+    skipped: tuple[SampleRange, ...]
+    reseeded: int
+    worker_factor: float
+    rolled_back_to: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionStory:
-    """What was done about an incident; ``rung`` counts from 0 in the cause's ladder."""
+    """What was done about an incident; ``rung`` counts from 0 in the cause's ladder.
+
+    ``target`` is the checkpoint that a rollback goes back to (None: the start), ``target_trust``
+    how far that was trusted.  ``in_process``: it was carried out while the ranks went on.
+    ``plan`` is what was in force afterwards, at the step of the incident.
+    """
 
     time: float
     action: str
     reason: str
     rung: int | None
     changes: tuple[ParameterChange, ...]
+    target: str | None
+    target_step: int | None
+    target_trust: str
+    in_process: bool
+    plan: PlanInForce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentStory:
-    """What happened: cause, confidence, evidence, and the decision if one was taken."""
+    """What happened: cause, confidence, evidence, and the decision if one was taken.
+
+    ``onset`` is the first bad step and ``step`` the last, ``samples`` what they were taken on;
+    ``repeats`` whether the step was bad again when it was computed again.  Training began again at
+    ``resumed_step`` (None: not yet, or it never stopped), ``repeated_steps`` had to be done again,
+    which took ``lost_s``: measured from the incident until training was past it, else the time of
+    the work that was thrown away.  ``recovered``: training has got past it.
+    """
 
     id: str
     time: float
@@ -71,6 +122,14 @@ class IncidentStory:
     hosts: tuple[str, ...]
     evidence: tuple[Observation, ...]
     decision: DecisionStory | None
+    onset: int | None = None
+    samples: SampleRange | None = None
+    repeats: bool | None = None
+    micro_batch: int | None = None
+    resumed_step: int | None = None
+    repeated_steps: int | None = None
+    lost_s: float | None = None
+    recovered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +137,7 @@ class ResumeStory:
     """Training began at ``step``, from ``checkpoint`` or from the start.
 
     ``start_s`` is from the start of the launch until here; the other three say where it went.
+    ``after`` is the incident that it was for.
     """
 
     time: float
@@ -89,6 +149,7 @@ class ResumeStory:
     interpreter_s: float
     rendezvous_s: float
     load_s: float
+    after: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +191,7 @@ class SkipStory:
     """Steps in a row whose update was not applied, and the samples they consumed (inclusive).
 
     ``undone``: training went back to before them, so that they are no part of the result.
+    ``evidence`` is what was found out about the first of them.
     """
 
     first_step: int
@@ -137,6 +199,13 @@ class SkipStory:
     first_sample: int
     last_sample: int
     undone: bool = False
+    time: float = math.nan
+    evidence: tuple[Observation, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many steps."""
+        return self.last_step - self.first_step + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +344,7 @@ class RunStory:
     run took after its last step: no run is spared these.
     ``next`` is what a person can do now, ``next_time`` what would make another run smoother.
     ``warnings`` are about the journal itself: damaged lines, files that could not be read.
+    ``memory`` is what the job asks for per node, in bytes.
     """
 
     run: str
@@ -302,3 +372,4 @@ class RunStory:
     next: tuple[str, ...]
     next_time: tuple[str, ...]
     warnings: tuple[str, ...]
+    memory: int | None = None

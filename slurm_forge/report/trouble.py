@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_forge.report.story import AttemptStory, IncidentStory, LaunchStory
+from slurm_forge.report.story import AttemptStory, IncidentStory
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Trouble", "is_fault", "unmended"]
@@ -37,17 +37,10 @@ def is_fault(incident: IncidentStory) -> bool:
 
 
 def unmended(attempts: Sequence[AttemptStory]) -> Trouble | None:
-    """The newest fault that training has not got past since; None if there is none."""
-    later: list[LaunchStory] = []
+    """The newest fault, unless training has got past it since; None if there is none."""
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
-            faults = [incident for incident in launch.incidents if is_fault(incident)]
-            if faults:
-                beyond = _reached(later) > _reached([launch])
-                return None if beyond else Trouble(attempt.number, faults[-1])
-            later.append(launch)
+            for incident in reversed(launch.incidents):
+                if is_fault(incident):
+                    return None if incident.recovered else Trouble(attempt.number, incident)
     return None
-
-
-def _reached(launches: Iterable[LaunchStory]) -> int:
-    return max((launch.step for launch in launches if launch.step is not None), default=-1)

@@ -84,13 +84,13 @@ class Recovering:
         self._ranks = Ranks(group)
         self._clock = clock
         self._count = 0
-        self._owed: _Owed | None = None
+        self._owed: list[_Owed] = []
         self.rewind: Callable[[], None] | None = None
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
-        if self._owed is not None and self._progress.step > self._owed.step:
-            self._settle_account(self._owed)
+        if self._owed and self._progress.step > self._owed[0].step:
+            self._settle_account(self._owed.pop(0))
         trouble, self._skips.trouble = self._skips.trouble, None
         return trouble is not None and self.act(trouble)
 
@@ -128,7 +128,7 @@ class Recovering:
         if self._journal is not None:
             text = f"{decision.reason}, back to step {step}"
             self._member.send(p.Cured(step=step, text=text))
-            self._owed = _Owed(incident_id, trouble.step, trouble.step - step, since)
+            self._owed.append(_Owed(incident_id, trouble.step, trouble.step - step, since))
         return True
 
     def ends_well(self) -> bool:
@@ -242,7 +242,6 @@ class Recovering:
         raise LaunchGivenUp
 
     def _settle_account(self, owed: _Owed) -> None:
-        self._owed = None
         if self._journal is not None:
             seconds = self._clock() - owed.since
             with contextlib.suppress(OSError):

@@ -99,6 +99,7 @@ class Resuming:
                     rendezvous_s=rendezvous_s,
                     load_s=time.monotonic() - started,
                     candidates=parts.saver.candidates,
+                    global_batch=parts.stepping.global_batch or None,
                 )
             )
         if name is not None:

@@ -28,6 +28,7 @@ class Scribe:
         self.now = TUESDAY
         self.attempt = 0
         self.launch = 0
+        self._incidents = 0
         self._writers: dict[tuple[str, int, int], JournalWriter] = {}
 
     def write(self, writer: str, event: ev.Event, *, launch: int | None = None) -> None:
@@ -123,17 +124,84 @@ class Scribe:
         name = f"step-{step:08d}.a{self.attempt}.l{self.launch}-00000000"
         self.write("rank0", ev.CheckpointJudged(name=name, trust=trust, reason=reason))
 
-    def skip(self, step: int, *, count: int = 1) -> None:
+    def skip(
+        self,
+        step: int,
+        *,
+        count: int = 1,
+        first: int | None = None,
+        evidence: tuple[Evidence, ...] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        """Steps in a row; ``first`` sample where it is not where the step's would be."""
+        start = (step - 1) * 32 if first is None else first
         for each in range(count):
-            self.write(
+            self.later(seconds).write(
                 "rank0",
                 ev.StepSkipped(
                     step=step + each,
-                    first_sample=(step + each - 1) * 32,
+                    first_sample=start + each * 32,
                     samples=32,
                     consecutive=each + 1,
+                    evidence=evidence if each == 0 else (),
                 ),
             )
+
+    def unstable(
+        self,
+        step: int,
+        decision: Action,
+        *,
+        cause: Cause = Cause.NON_FINITE,
+        onset: int | None = None,
+        evidence: tuple[Evidence, ...] = (),
+        repeats: bool | None = None,
+        hosts: tuple[str, ...] = (),
+        micro_batch: int | None = None,
+        changes: tuple[Change, ...] = (),
+        plan: RecoveryPlan | None = None,
+        target: int | None = None,
+        reason: str | None = None,
+        rung: int | None = 1,
+    ) -> str:
+        """Rank 0 sees and decides while the launch goes on; the incident's id."""
+        self._incidents += 1
+        name = f"{self.attempt}.{self.launch}.{self._incidents}"
+        incident = Incident(
+            id=name,
+            cause=cause,
+            confidence=Confidence.CERTAIN,
+            evidence=evidence,
+            step=step,
+            hosts=hosts,
+            onset=onset,
+            repeats=repeats,
+            micro_batch=micro_batch,
+        )
+        self.write("rank0", ev.IncidentSeen(incident=incident))
+        to = None if target is None else f"step-{target:08d}.a{self.attempt}.l1-00000000"
+        taken = Decision(
+            incident_id=name,
+            cause=cause,
+            action=decision,
+            reason=reason or f"{cause.value}: {decision.value}",
+            plan=plan or RecoveryPlan(),
+            changes=changes,
+            rung=rung,
+            target=to,
+        )
+        self.write("rank0", ev.DecisionTaken(decision=taken))
+        return name
+
+    def again(self, step: int, *, load: float = 0.4) -> None:
+        """Training begins again at ``step`` inside the launch."""
+        checkpoint = f"step-{step:08d}.a{self.attempt}.l1-00000000" if step else None
+        self.later(load).write(
+            "rank0", ev.Resumed(step=step, checkpoint=checkpoint, world_size=8, load_s=load)
+        )
+
+    def recovered(self, name: str, steps: int, seconds: float) -> None:
+        self.write("rank0", ev.Recovered(incident_id=name, steps=steps, seconds=seconds))
 
     def incident(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import get_args
 
 from hypothesis import HealthCheck, given, settings
@@ -17,15 +18,91 @@ from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.happenings import happening
 from slurm_forge.report.status import take_status
 from slurm_forge.report.status_text import status_text
+from slurm_forge.vocabulary.cause import Evidence
+from slurm_forge.vocabulary.decision import Change, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 KINDS = get_args(get_args(ev.Event)[0])
 #: Small steps, so that launches resume what others saved; now and then any number.
 STEPS = st.integers(0, 30) | st.integers()
+NAMES = st.sampled_from(["step-00000010.a1.l1-00000000", "step-00000000.a1.l1-00000000", "x\x1b"])
+#: A few ids, so that decisions, costs and incidents meet.
+IDS = st.sampled_from(["1.1", "1.1.1", "1.1.2", ""])
+FACTORS = st.sampled_from([1.0, 0.5, 0.25]) | st.floats()
+EVIDENCE = st.lists(
+    st.builds(
+        Evidence,
+        st.sampled_from(["all ranks", "replay", "rank 9 (n05)"]) | st.text(max_size=5),
+        st.sampled_from(["transient; suspect n05, n06", "data; dataset[7], [9]"]) | st.text(),
+    ),
+    max_size=3,
+).map(tuple)
+WINDOWS = st.builds(SampleWindow, st.integers(), st.integers())
+PLANS = st.builds(
+    RecoveryPlan,
+    lr_factor=FACTORS,
+    lr_from_step=STEPS,
+    lr_ramp_steps=STEPS,
+    micro_batch=st.none() | st.integers(),
+    mem_factor=FACTORS,
+    exclude_nodes=st.lists(st.text(max_size=5), max_size=2).map(tuple),
+    skipped=st.lists(WINDOWS, max_size=6).map(tuple),
+    reseeded=st.integers(0, 3),
+    worker_factor=FACTORS,
+)
+CHANGES = st.lists(
+    st.builds(
+        Change,
+        st.sampled_from(
+            [
+                "lr_scale",
+                "micro_batch",
+                "skipped_samples",
+                "mem_factor",
+                "worker_factor",
+                "reseeded",
+                "exclude_nodes",
+                "dropout",
+            ]
+        ),
+        st.sampled_from(["-", "1", "3-8, 9-12", "nan"]) | st.text(max_size=8),
+        st.sampled_from(["0.5", "2", "inf"]) | st.text(max_size=8),
+    ),
+    max_size=3,
+).map(tuple)
+INCIDENTS = st.builds(
+    Incident,
+    id=IDS,
+    evidence=EVIDENCE,
+    step=st.none() | STEPS,
+    hosts=st.lists(st.sampled_from(["n05", "n\x1b"]), max_size=2).map(tuple),
+    onset=st.none() | STEPS,
+    window=st.none() | WINDOWS,
+    repeats=st.none() | st.booleans(),
+)
+DECISIONS = st.builds(
+    Decision,
+    incident_id=IDS,
+    reason=st.sampled_from(["x: on_instability: y", "x: nothing left; next: z"]) | st.text(),
+    plan=PLANS,
+    changes=CHANGES,
+    target=st.none() | NAMES,
+)
+FIELDS = {
+    "step": STEPS,
+    "incident": INCIDENTS,
+    "decision": DECISIONS,
+    "evidence": EVIDENCE,
+    "incident_id": IDS,
+    "name": NAMES,
+    "checkpoint": st.none() | NAMES,
+    "text": st.just("allocator retries: many") | st.text(),
+}
 EVENTS = st.one_of(
     [
         st.builds(
             kind,
-            **({"step": STEPS} if "step" in kind.__dataclass_fields__ else {}),
+            **{name: FIELDS[name] for name in kind.__dataclass_fields__ if name in FIELDS},
         )
         for kind in KINDS
     ]
@@ -49,6 +126,8 @@ FACTS = st.builds(
     records=st.lists(RECORDS, max_size=40).map(tuple),
     damage=st.lists(st.builds(Damage, st.text(), st.integers(), st.text()), max_size=8).map(tuple),
     total_steps=st.none() | st.integers(1, 40),
+    memory=st.none() | st.integers(0, 1 << 50),
+    global_batch=st.none() | st.integers(1, 1 << 20),
     done=st.booleans(),
 )
 TESTED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -67,7 +146,9 @@ def test_explain_always_tells_something_that_can_be_printed(facts: RunFacts) -> 
     for attempt in (None, *(one.number for one in story.attempts)):
         text = explain_text(story, now=facts.now, reference="x", attempt=attempt)
         assert printable(text)
-        assert "What was changed for your science: " in text
+        assert "What was changed for your science:" in text
+    assert story.repeated_steps >= 0
+    assert story.repeated_s <= story.training_s + 1e-3 or not math.isfinite(story.training_s)
     assert json.loads(to_json(story))["schema"] == 1
 
 

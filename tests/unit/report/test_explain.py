@@ -123,7 +123,7 @@ def test_what_is_repeated_is_from_the_last_step_to_the_one_resumed_from(scribe: 
     assert story.repeated_s == pytest.approx(300)
     assert story.kept_s == pytest.approx(500.3 + 100)
     assert story.step == 60
-    assert "relaunched in the allocation · 31 steps repeated (5 min)" in told(scribe.facts())
+    assert "relaunched in the allocation · 31 steps repeated, 5 min" in told(scribe.facts())
     assert "31 steps had to be repeated" in told(scribe.facts())
 
 
@@ -170,18 +170,22 @@ def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None
     scribe.skip(91)
     scribe.train(92, 110)
     text = told(scribe.facts())
-    assert "  skipped step 91, samples 2 880-2 911: the update was not applied\n" in text
+    assert "  1 step skipped (91, samples 2 880-2 911)\n" in text
+    assert "  1 step skipped (91, samples 2 880-2 911; undone by going back)\n" in text
+    assert "  3 steps skipped (99-101, samples 3 136-3 231; undone by going back)\n" in text
     assert (
-        "  skipped step 99-101, samples 3 136-3 231: the update was not applied; "
-        "undone by going back\n"
+        "    rolled back to step 90 · learning rate x1 → x0.5, back by step 290 · "
+        "relaunched in the allocation\n"
+        "    11 steps repeated, 70 s\n"
     ) in text
-    assert "    lr_scale 1 → 0.5 · rolled back · relaunched in the allocation · 11 steps" in text
     # What was rolled back is not part of the result; what was skipped again is.  All that is listed
     # above is accounted for: one that counts, four that don't.
     assert (
-        "What was changed for your science: learning rate 1 → 0.5 of its schedule from step 90, "
-        "back by step 290; 1 update skipped (step 91), 32 samples without effect "
-        "(4 more skips undone by going back).\n"
+        "What was changed for your science:\n"
+        "  learning rate lowered for 20 steps so far (x0.5 from step 90 on, back by step 290)\n"
+        "  1 update skipped (step 91: 32 samples without effect; "
+        "4 more skips undone by going back)\n"
+        "  nothing else\n"
     ) in text
 
 
@@ -198,9 +202,17 @@ def test_a_learning_rate_that_is_not_back_before_the_end_says_how_far_it_comes(
         changes=(Change("lr_scale", "1", "0.5"),),
         plan=RecoveryPlan(lr_factor=0.5, lr_from_step=250, lr_ramp_steps=200),
     )
-    told_of = "learning rate 1 → 0.5 of its schedule from step 250, "
-    assert f"{told_of}back up to 0.88 by the end (step 400).\n" in told(scribe.facts())
-    assert f"{told_of}back by step 450.\n" in told(scribe.facts(total=None))
+    told_of = "learning rate to be lowered (x0.5 from step 250 on, back"
+    assert f"  {told_of} up to x0.88 at the end, step 400)\n" in told(scribe.facts())
+    assert f" {told_of} by step 450); nothing else.\n" in told(scribe.facts(total=None))
+    scribe.relaunch()
+    scribe.resume(250)
+    scribe.train(251, 400)
+    scribe.finish(400)
+    assert (
+        "  learning rate lowered for 150 steps "
+        "(x0.5 from step 250 on, back up to x0.88 at the end, step 400)\n  nothing else\n"
+    ) in told(scribe.facts())
 
 
 def test_memory_and_micro_batch_are_not_science(scribe: Scribe) -> None:
@@ -215,17 +227,20 @@ def test_memory_and_micro_batch_are_not_science(scribe: Scribe) -> None:
     )
     scribe.requeued()
     text = told(scribe.facts())
-    assert "micro_batch 32 → 16 · exclude_nodes none → n01 · requeued" in text
+    assert "    micro-batch 32 → 16, same global batch · without n01 · requeued\n" in text
     assert "What was changed for your science: nothing.\n" in text
-    assert "micro-batch 32 → 16 with more accumulation, global batch unchanged; nodes" in text
-    assert "Next time: ask for micro_batch_size=16 from the start.\n" in text
+    assert (
+        "micro-batch 32 → 16 with more accumulation, the same global batch throughout; "
+        "nodes left out: n01.\n"
+    ) in text
+    assert "Next time: write micro_batch_size=16 in the program.\n" in text
 
 
 def test_an_unknown_parameter_counts_as_science(scribe: Scribe) -> None:
     scribe.begin()
     changes = (Change("dropout", "0.1", "0.2"),)
     scribe.incident(Cause.LOSS_SPIKE, Action.RELAUNCH, changes=changes)
-    assert "What was changed for your science: dropout 0.1 → 0.2.\n" in told(scribe.facts())
+    assert "science: dropout 0.1 → 0.2; nothing else.\n" in told(scribe.facts())
 
 
 def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
@@ -575,8 +590,8 @@ def test_skips_with_other_samples_between_are_not_put_together(scribe: Scribe) -
             "rank0", ev.StepSkipped(step=step, first_sample=first, samples=32, consecutive=1)
         )
     text = told(scribe.facts())
-    assert "skipped step 7-8, samples 192-255:" in text
-    assert "skipped step 9, samples 512-543:" in text
+    assert "  2 steps skipped (7-8, samples 192-255)\n" in text
+    assert "  1 step skipped (9, samples 512-543)\n" in text
 
 
 def test_a_run_that_is_just_stopping_is_not_blamed_for_a_late_save(scribe: Scribe) -> None:

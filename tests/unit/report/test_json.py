@@ -23,7 +23,7 @@ STATUS = (
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "
     "elapsed_s training_s kept_s repeated_s repeated_steps goodput startup_s ending_s attempts "
-    "acts changes next next_time warnings"
+    "acts changes next next_time warnings memory"
 )
 ATTEMPT = (
     "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes "
@@ -34,8 +34,16 @@ LAUNCH = (
     "repeated_steps repeated_s notices stop_step agreed_s stop_checkpoint notice_to_saved_s "
     "incidents checkpoints failed_saves rejected skipped probes slowest_probe_s late_probes"
 )
-INCIDENT = "id time cause confidence step rank hosts evidence decision"
-RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s"
+INCIDENT = (
+    "id time cause confidence step rank hosts evidence decision onset samples repeats micro_batch "
+    "resumed_step repeated_steps lost_s recovered"
+)
+DECISION = "time action reason rung changes target target_step target_trust in_process plan"
+RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s after"
+PLAN = (
+    "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes "
+    "lr_back_step skipped reseeded worker_factor rolled_back_to"
+)
 
 
 def a_run(folder: Path) -> Scribe:
@@ -64,9 +72,7 @@ def test_the_keys_of_status(tmp_path: Path) -> None:
     assert list(body["checkpoint"]) == [
         "name", "step", "time", "age_s", "trust", "why", "good_step"
     ]  # fmt: skip
-    assert " ".join(body["plan"]) == (
-        "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes"
-    )
+    assert " ".join(body["plan"]) == PLAN
 
 
 def test_the_keys_of_explain(tmp_path: Path) -> None:
@@ -77,6 +83,9 @@ def test_the_keys_of_explain(tmp_path: Path) -> None:
     assert " ".join(launch) == LAUNCH
     assert " ".join(launch["incidents"][0]) == INCIDENT
     assert " ".join(launch["resumes"][0]) == RESUME
+    decision = launch["incidents"][0]["decision"]
+    assert " ".join(decision) == DECISION
+    assert " ".join(decision["plan"]) == PLAN
     assert launch["incidents"][0]["decision"]["changes"] == [
         {"parameter": "micro_batch", "old": "8", "new": "4"}
     ]
@@ -87,6 +96,8 @@ def test_the_keys_of_explain(tmp_path: Path) -> None:
             "first_sample": 640,
             "last_sample": 671,
             "undone": True,
+            "time": launch["skipped"][0]["time"],
+            "evidence": [],
         }
     ]
     assert list(body["changes"][0]) == ["parameter", "text", "science"]

@@ -1,0 +1,144 @@
+"""What would have made a run smoother: told at its end, for the next one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from slurm_forge.report.planned import factor, memory_times
+from slurm_forge.report.skipping import row_of
+from slurm_forge.report.story import (
+    IncidentStory,
+    LaunchStory,
+    Observation,
+    RunStory,
+)
+from slurm_forge.report.text import clean, plural, span
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+
+__all__ = ["next_time"]
+
+#: More repeated work than this, in time and as a share of the training, is worth a line.
+_REPEATED_S = 60.0
+_REPEATED_SHARE = 0.02
+#: A node that errs once errs; one that errs twice is suspect.
+_TWICE = 2
+#: What the examination of a bad step says where hardware is to be suspected.
+_SUSPECT = re.compile(r"suspect ([\w.,\- ]+)$")
+#: Samples by their index in the dataset, as the examination names them.
+_INDICES = re.compile(r"dataset\[.*$")
+#: How a note of the memory's watch begins.
+_ALLOCATOR = "allocator retries"
+
+
+def next_time(story: RunStory) -> tuple[str, ...]:
+    """What would have saved time or trouble; empty where there is nothing to say."""
+    return tuple(dict.fromkeys(_lessons(story)))
+
+
+def _lessons(story: RunStory) -> Iterator[str]:
+    launches = [launch for attempt in story.attempts for launch in attempt.launches]
+    incidents = [incident for launch in launches for incident in launch.incidents]
+    yield from _memory(story, incidents)
+    yield from _data(story, launches)
+    yield from _nodes(launches)
+    if sum(each.cause == Cause.LOSS_SPIKE.value for each in incidents) >= _TWICE:
+        yield "try a lower learning rate or a longer warm-up: the loss jumped more than once"
+    if story.repeated_s > max(_REPEATED_S, _REPEATED_SHARE * story.training_s):
+        repeated = plural(story.repeated_steps, "step")
+        yield f"save more often (checkpoint.every_minutes): {repeated} had to be repeated"
+    for launch in launches:
+        if _came_too_late(launch):
+            slowest = max((c.save_s for c in launch.checkpoints), default=None)
+            took = "" if slowest is None else f" (saves take up to {span(slowest)})"
+            yield f"give the last save more time (lead){took}: one did not make it"
+    if any(launch.failed_saves for launch in launches):
+        yield "see why saves failed: free space, quota, and the log of rank 0"
+
+
+def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:
+    shrunk = _new_values(incidents, "micro_batch")
+    if shrunk and not _held_for(incidents, Cause.CUDA_OOM):
+        often = "" if len(shrunk) == 1 else f" (memory ran out {len(shrunk)} times)"
+        yield f"write micro_batch_size={clean(shrunk[-1], 20)} in the program{often}"
+    raised = _new_values(incidents, "mem_factor")
+    if raised:
+        yield f"ask for {_memory_taken(story, raised[-1])}"
+    fewer = _new_values(incidents, "worker_factor")
+    if fewer:
+        yield f"start with fewer data-loader workers (x{factor(fewer[-1])} did it), or more memory"
+    notes = (note for attempt in story.attempts for note in attempt.notes)
+    if not shrunk and any(note.startswith(_ALLOCATOR) for note in notes):
+        yield (
+            "try a smaller micro_batch_size: the GPU's memory was nearly full, and the allocator "
+            "had to free and ask again, which takes time"
+        )
+
+
+def _memory_taken(story: RunStory, raised: str) -> str:
+    """``resources.mem: 24G`` where it is known what was asked for."""
+    size = memory_times(story.memory, raised)
+    if size:
+        return f"what it took from the start: resources.mem: {size}"
+    return f"{factor(raised)} times the memory from the start (resources.mem)"
+
+
+def _data(story: RunStory, launches: Iterable[LaunchStory]) -> Iterator[str]:
+    """Samples that are worth a look."""
+    rows = [row for launch in launches for row in launch.skipped]
+    evidence = [row.evidence for row in rows]
+    evidence += [i.evidence for launch in launches for i in launch.incidents if i.repeats]
+    named = [found[0] for told in evidence for e in told if (found := _INDICES.search(e.text))]
+    where = f", among them {clean(named[0], 160)}" if named else ""
+    if any(change.parameter == "skipped_samples" for change in story.changes):
+        yield f"look at the samples that were left out{where}"
+    elif named:
+        yield f"look at the samples of the bad steps: {clean(named[0], 160)}"
+
+
+def _nodes(launches: Iterable[LaunchStory]) -> Iterator[str]:
+    """Nodes on which more than one step went wrong that was fine when computed again."""
+    seen: Counter[str] = Counter()
+    for launch in launches:
+        told = {id(row): set(_suspects(row.evidence)) for row in launch.skipped}
+        for incident in launch.incidents:
+            broken = incident.cause == Cause.GPU_ERROR.value
+            if broken or incident.repeats is False:
+                row = row_of(launch, incident)
+                told.setdefault(id(incident if row is None else row), set()).update(incident.hosts)
+        seen.update(host for hosts in told.values() for host in hosts)
+    for host, times in sorted(seen.items()):
+        if times >= _TWICE:
+            name = clean(host, 64)
+            yield (
+                f"suspect node {name}: {times} faults on it that did not come again when computed "
+                f"again; tell the cluster's support, and leave it out (resources.exclude: {name})"
+            )
+
+
+def _suspects(evidence: Iterable[Observation]) -> Iterator[str]:
+    for each in evidence:
+        found = _SUSPECT.search(each.text)
+        if found is not None:
+            yield from (host.strip() for host in found[1].split(",") if host.strip())
+
+
+def _held_for(incidents: list[IncidentStory], cause: Cause) -> bool:
+    """Whether nothing helped against it in the end."""
+    last = incidents[-1] if incidents else None
+    if last is None or last.cause != cause.value or last.decision is None:
+        return False
+    return last.decision.action == Action.HOLD.value
+
+
+def _new_values(incidents: Iterable[IncidentStory], parameter: str) -> list[str]:
+    changes = (c for i in incidents if i.decision is not None for c in i.decision.changes)
+    return [change.new for change in changes if change.parameter == parameter]
+
+
+def _came_too_late(launch: LaunchStory) -> bool:
+    """The stop was agreed and the launch is over, but its checkpoint never came."""
+    over = launch.ended is not None
+    return over and launch.stop_step is not None and launch.stop_checkpoint is None
