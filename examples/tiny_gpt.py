@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import slurm_forge as forge
-from slurm_forge.testing.faults import Faults
 
 CONTEXT = 64
 VOCABULARY = 128
@@ -100,14 +99,12 @@ def train(run: forge.Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     run.register(model=model, optimizer=optimizer, scheduler=scheduler)
-    faults = Faults(run.args.get("faults", ()))
     held_out = Text(16_000, skip=1_000_000)
 
     def compute_loss(micro_batch: Any) -> torch.Tensor:
         tokens, targets = micro_batch
         logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return faults.loss(loss, run, samples=len(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     for batch in run.batches(
         Text(),

@@ -105,9 +105,7 @@ def _memory(body: Any) -> int | None:
     """What the job asks for per node, in bytes."""
     for key in ("job", "resources", "mem"):
         body = body.get(key) if isinstance(body, dict) else None
-    if isinstance(body, str):
-        return parse_memory(body)
-    return body if isinstance(body, int) and not isinstance(body, bool) else None
+    return parse_memory(body) if isinstance(body, (str, int)) else None
 
 
 def gather(run: RunDirectory, *, logs: bool = True) -> RunFacts:
