@@ -113,7 +113,8 @@ class _Gpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         found = self.layers(self.tokens(tokens), mask=self.mask, is_causal=True)
-        return self.head(found).flatten(0, 1)
+        logits: torch.Tensor = self.head(found)
+        return logits.flatten(0, 1)
 
 
 def _small(normalised: bool) -> nn.Module:
@@ -235,7 +236,7 @@ class _Made:
 
     def _backward(self) -> torch.Tensor:
         loss = nn.functional.cross_entropy(self._model(self._inputs), self._targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _update(self) -> None:

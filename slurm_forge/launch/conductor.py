@@ -172,7 +172,7 @@ class Conductor:
                 if not seen.given_up:
                     seen.given_up = True
                     self._fail(rank, message.cause, message.step, message.text, everybody=True)
-            case p.Propose() if rank == 0:
+            case p.Propose() if rank == 0 or message.kind is RequestKind.RECOVER:
                 if self._undisturbed():
                     self._hub.request(message.kind, message.reason)
             case p.Cured():

@@ -8,7 +8,7 @@ from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.targets import Target, again, next_start, target_of
-from slurm_forge.recovery.windows import left_out, shown
+from slurm_forge.recovery.windows import left_out, shown, too_short
 from slurm_forge.spec.recovery import Rung, SkipSamples
 from slurm_forge.vocabulary.decision import Action, Change, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -113,7 +113,11 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> Applied | str:
     after = plan
     place = target.step if incident.step is None else incident.step
     before = scale = plan.lr_scale(place)
-    if rung.lr_scale != 1.0 and not hardware:
+    leaves_out = rung.skip_samples is SkipSamples.WINDOW and not blameless
+    # More of the same data: leaving more of it out is the cure, and a learning rate that is cut
+    # once more for each part of it would be what the run suffers from (docs/results/poison.md).
+    grows = leaves_out and too_short(plan.skipped, incident)
+    if rung.lr_scale != 1.0 and not hardware and not grows:
         # At the same place again: half of what was not enough, however far the ramp had led.
         now = min(before, plan.lr_factor) if same else before
         scale = min(1.0, max(LR_FLOOR, now * rung.lr_scale))
@@ -123,7 +127,7 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> Applied | str:
             lr_from_step=target.step,
             lr_ramp_steps=_ramp(rung.ramp_steps, place - target.step, same=same),
         )
-    if rung.skip_samples is SkipSamples.WINDOW and not blameless:
+    if leaves_out:
         skipped = left_out(plan.skipped, incident, rung.most_skipped)
         if isinstance(skipped, str):
             return skipped

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = ["GROWTH", "MOST_SHARE", "MOST_STEPS", "left_out", "merged", "shown", "total"]
+__all__ = [
+    "GROWTH",
+    "MOST_SHARE",
+    "MOST_STEPS",
+    "left_out",
+    "merged",
+    "shown",
+    "too_short",
+    "total",
+]
 
 #: How much longer a window becomes at least when what lies right behind it is bad too.
 GROWTH = 4
@@ -33,11 +42,11 @@ def left_out(
         return before
     size = bad.stop - bad.first
     size = size - _common(before, bad) or size
-    too_short = [each for each in before if _same_place(each, bad, size)]
-    others = [each for each in before if each not in too_short]
-    first = min([bad.first, *(each.first for each in too_short)])
-    needed = max([bad.stop, *(each.stop for each in too_short)])
-    length = GROWTH * total(too_short)
+    growing = [each for each in before if _same_place(each, bad, size)]
+    others = [each for each in before if each not in growing]
+    first = min([bad.first, *(each.first for each in growing)])
+    needed = max([bad.stop, *(each.stop for each in growing)])
+    length = GROWTH * total(growing)
     limit = _most(incident, size) if most is None else most
     room = limit - total(others)
     wanted = SampleWindow(first, max(needed, first + length))
@@ -52,6 +61,16 @@ def left_out(
             "(most_skipped)"
         )
     return after
+
+
+def too_short(skipped: Iterable[SampleWindow], incident: Incident) -> bool:
+    """Whether the bad steps lie at a window that is left out already: it did not cover them."""
+    bad, before = incident.window, merged(skipped)
+    if bad is None:
+        return False
+    size = bad.stop - bad.first
+    size = size - _common(before, bad) or size
+    return any(_same_place(each, bad, size) for each in before)
 
 
 def merged(windows: Iterable[SampleWindow]) -> tuple[SampleWindow, ...]:

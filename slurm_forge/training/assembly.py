@@ -103,6 +103,7 @@ def assemble(
     )
     skips = Skips(
         context.spec.recovery,
+        rank=context.rank,
         progress=progress,
         registry=registry,
         examiner=Examiner(registry, device, rank=context.rank, host=context.host, group=groups.cpu),

@@ -83,12 +83,15 @@ class Feeding:
                     continue
                 with parts.boundaries.data_wait() as poll:
                     batch = source.next_batch(poll, DATA_POLL)
-                before = (parts.boundaries.turn, parts.progress.step)
+                before = parts.progress.step
+                parts.recovering.batch_out = True
                 yield batch
-                if (parts.boundaries.turn, parts.progress.step) == before:
+                parts.recovering.batch_out = False
+                if parts.progress.step == before:
                     raise _not_stepped()  # it would come again for ever
         finally:
             parts.recovering.rewind = self._feeding = None
+            parts.recovering.batch_out = False
             source.close()
 
     def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:

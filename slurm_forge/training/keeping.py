@@ -73,6 +73,7 @@ class Keeping:
         )
         self._history = RunState()
         self._refused: set[CheckpointName] = set()
+        self._rejected: set[tuple[CheckpointName, str]] = set()
         #: The step that was evaluated last with a better result than any before, and the result.
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
@@ -106,6 +107,9 @@ class Keeping:
         """It was passed over.  What was only refused is no less whole than it was."""
         if name not in self._refused:
             self._house.damaged.add(name)
+        if (name, reason) in self._rejected:
+            return  # told when training was rolled back before
+        self._rejected.add((name, reason))
         self._book.write(CheckpointRejected(name=str(name), reason=reason))
 
     def resumed(self, name: CheckpointName) -> None:
@@ -212,6 +216,8 @@ class Keeping:
 
     def witnessed(self, step: int, loss: float, samples: int) -> None:
         """The first micro-batch behind what this launch saved at that step had this loss."""
+        if not math.isfinite(loss):
+            return  # nothing that a resume could be held against
         with self._book.lock:
             self._witness = (step, loss, samples)
             for name in [each.name for each in self._book.known if self._is_mine(each.name, step)]:

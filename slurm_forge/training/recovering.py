@@ -86,11 +86,15 @@ class Recovering:
         self._count = 0
         self._owed: list[_Owed] = []
         self.rewind: Callable[[], None] | None = None
+        #: A batch was handed out and its step is not over: what comes up is seen to after it.
+        self.batch_out = False
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
         if self._owed and self._progress.step > self._owed[0].step:
             self._settle_account(self._owed.pop(0))
+        if self.batch_out:
+            return False  # it would be trained on after the rollback, in another step's place
         trouble, self._skips.trouble = self._skips.trouble, None
         return trouble is not None and self.act(trouble)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_forge.control import Member
-from slurm_forge.control.protocol import LeftOut
+from slurm_forge.control.protocol import LeftOut, Propose, RequestKind
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import StepSkipped
-from slurm_forge.recovery.anomaly import Anomaly
+from slurm_forge.recovery.anomaly import Anomaly, announce
 from slurm_forge.recovery.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.training.batches import Batch
@@ -39,6 +39,8 @@ __all__ = ["LaunchGivenUp", "Skips", "Taken"]
 _STEPS_BETWEEN_EXAMINATIONS = 100
 #: Steps whose samples are remembered.
 _REMEMBERED = 256
+#: One batch without anything to predict is no trouble.
+_BAD_LOSSES = 3
 
 
 class LaunchGivenUp(BaseException):
@@ -60,6 +62,7 @@ class Taken:
     generators: Generators | None
     #: This rank's own mean loss, asked for after an incident only.
     own_loss: Callable[[], float | None]
+    has_loss: bool
     unprotected: tuple[str, ...]
 
 
@@ -74,6 +77,7 @@ class Skips:
         self,
         policy: Recovery,
         *,
+        rank: int,
         progress: Progress,
         registry: Registry,
         examiner: Examiner,
@@ -84,6 +88,7 @@ class Skips:
         late: bool,
     ) -> None:
         self._policy = policy
+        self._rank = rank
         self._progress = progress
         self._registry = registry
         self._examiner = examiner
@@ -95,6 +100,7 @@ class Skips:
         self._unread: deque[Taken] = deque()
         self._names: Mapping[int, str] | None = None
         self._examined_at: int | None = None
+        self._bad_losses = 0
         #: The last steps and their samples, for an incident that is noticed later.
         self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
         #: Of the row of skipped steps that goes on now.
@@ -114,7 +120,7 @@ class Skips:
         """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
         if self.trouble is not None or not self._recent:
             return
-        bad = [samples for step, samples in self._recent if step >= anomaly.onset]
+        bad = [samples for step, samples in self._recent if anomaly.onset <= step <= anomaly.step]
         last, _ = self._recent[-1]
         if anomaly.step > last:
             return  # proposed before a rollback: that has answered it
@@ -123,6 +129,7 @@ class Skips:
             onset=min(anomaly.onset, last),
             step=last,
             text=anomaly.text,
+            source="rank 0" if anomaly.cause is Cause.LOSS_SPIKE else "all ranks",
             window=SampleWindow(bad[0].first, bad[-1].stop) if bad else None,
             in_memory=anomaly.in_memory,
         )
@@ -139,6 +146,7 @@ class Skips:
         """Training begins again somewhere else."""
         self._unread.clear()
         self._recent.clear()
+        self._examined_at, self._bad_losses = None, 0
         self._end_row()
         self.trouble = None
 
@@ -149,10 +157,26 @@ class Skips:
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
                 self._end_row()
+                self._look_at_loss(taken, readings[-1].loss)
             else:
                 self._skipped(taken, readings)
             if self._watch is not None:
                 self._watch.taken(taken.step, _together(readings))
+
+    def _look_at_loss(self, taken: Taken, loss: float) -> None:
+        """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
+        if not taken.has_loss or math.isfinite(loss):
+            self._bad_losses = 0
+            return
+        self._bad_losses += 1
+        if self._bad_losses == _BAD_LOSSES:
+            text = (
+                f"the loss of rank {self._rank} was {loss} in {_BAD_LOSSES} steps in a row, and "
+                "its gradients were finite"
+            )
+            onset = taken.step - _BAD_LOSSES + 1
+            anomaly = Anomaly(Cause.NON_FINITE, onset, taken.step, text)
+            self._member.send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     def _end_row(self) -> None:
         self._row_from, self._row_is_finite, self._examination = None, True, None

@@ -115,6 +115,7 @@ class Stepping:
                 compute_loss=compute_loss,
                 generators=self._generators,
                 own_loss=step.own_loss,
+                has_loss=step.has_loss,
                 unprotected=unprotected,
             )
         )

@@ -25,6 +25,8 @@ class Trouble:
     rank: int | None = None
     hosts: tuple[str, ...] = ()
     in_memory: bool = False
+    #: Whose judgement it is.
+    source: str = "all ranks"
 
     def incident(self, number: str) -> Incident:
         """As it is journalled and decided on."""
@@ -32,7 +34,7 @@ class Trouble:
             id=number,
             cause=self.cause,
             confidence=Confidence.CERTAIN,
-            evidence=(Evidence("all ranks", self.text), *self.evidence),
+            evidence=(Evidence(self.source, self.text), *self.evidence),
             step=self.step,
             rank=self.rank,
             hosts=self.hosts,
