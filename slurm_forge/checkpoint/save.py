@@ -8,10 +8,8 @@ thread, with a process group of its own for the one exchange at the end.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
@@ -20,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.arena import Arena
 from slurm_forge.checkpoint.collectives import Ranks
@@ -28,7 +25,6 @@ from slurm_forge.checkpoint.copying import Copier, Filling
 from slurm_forge.checkpoint.directio import PAGE, round_up
 from slurm_forge.checkpoint.flight import After, Flight, Saved
 from slurm_forge.checkpoint.health import (
-    NOTES,
     NotFinite,
     infinite_by_design,
     unhealthy,
@@ -38,6 +34,7 @@ from slurm_forge.checkpoint.index import data_file
 from slurm_forge.checkpoint.plan import Plan, Planner
 from slurm_forge.checkpoint.sealing import open_stage, report_of, same_shape, sealed
 from slurm_forge.checkpoint.shardfile import write_shard_file
+from slurm_forge.checkpoint.shares import copies, share_of
 from slurm_forge.checkpoint.state import Captured, Known, TrainingState
 from slurm_forge.checkpoint.tensors import local_part
 from slurm_forge.errors import RanksLostError
@@ -128,7 +125,7 @@ class CheckpointWriter:
             self._discard(stage)
             raise
         document = captured.document  # the tensors are not kept for as long as the write takes
-        copies = _copies(captured, plan) if all_copies else ()
+        held = copies(captured, plan) if all_copies else ()
         filling = Filling()
         blocked: Future[timedelta] = Future()
 
@@ -148,7 +145,7 @@ class CheckpointWriter:
             return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
-            agreed_end = self._persist(name, plan, stage, filling, seal, doubts, copies)
+            agreed_end = self._persist(name, plan, stage, filling, seal, doubts, held)
             return Saved(
                 name=name,
                 path=self._store.path(name),
@@ -202,7 +199,7 @@ class CheckpointWriter:
         captured, error = _capture(state, None)
         self._known = captured.known if captured else None
         shape = captured.shape if captured else ""
-        self._rough = _size(captured, self._ranks.rank)
+        self._rough = share_of(captured, self._ranks.rank)
         error = error or self._accept(state, captured)
         self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
         if captured is None:
@@ -253,7 +250,7 @@ class CheckpointWriter:
             plan = self._planner.known(captured) if captured else 0
         self._known = captured.known if captured else None
         if not plan:  # it holds as long as the plan does
-            self._rough = _size(captured, self._ranks.rank)
+            self._rough = share_of(captured, self._ranks.rank)
         error = error or self._accept(state, captured)
         agreed = self._ranks.agree(
             error,
@@ -310,7 +307,7 @@ class CheckpointWriter:
         filling: Filling,
         seal: Callable[[Sequence[Any]], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
-        copies: Sequence[tuple[str, torch.Tensor]],
+        held: Sequence[tuple[str, torch.Tensor]],
     ) -> dict[str, Any]:
         entries: list[FileEntry] = []
         findings: list[str] = []
@@ -327,7 +324,7 @@ class CheckpointWriter:
                 findings += looked.result()
             findings += doubts()
             mine = f"on rank {self._later.rank}"
-            seen = unhealthy_here(copies, allowed=self._infinite or {})
+            seen = unhealthy_here(held, allowed=self._infinite or {})
             findings += [f"{each} {mine}" for each in seen if each not in findings]
             if self._later.rank == 0:
                 index = memoryview(plan.index)
@@ -380,33 +377,6 @@ def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None
         return state.capture(known), None
     except Exception as caught:
         return None, caught
-
-
-def _size(captured: Captured | None, rank: int) -> int:
-    """This rank's share of all bytes, about, before it is known who writes what.
-
-    What several ranks hold alike is written once: over all ranks it adds up to one copy.
-    """
-    found = captured.tensors.items() if captured else ()
-    return sum(_share(key, tensor, rank) for key, tensor in found)
-
-
-def _copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]:
-    """What this rank holds and does not write, or not all of it."""
-    written: Counter[str] = Counter()
-    for shard in plan.shards:
-        written[shard.key] += shard.nbytes
-    found = ((key, local_part(tensor).detach()) for key, tensor in captured.tensors.items())
-    return [(key, tensor) for key, tensor in found if written[key] < tensor.nbytes]
-
-
-def _share(key: str, tensor: torch.Tensor, rank: int) -> int:
-    size = local_part(tensor).nbytes
-    if isinstance(tensor, DTensor):
-        places = enumerate(tensor.placements)
-        alike = (tensor.device_mesh.size(at) for at, place in places if place.is_replicate())
-        return -(-size // math.prod(alike))
-    return size if rank == 0 or key.startswith(("rng/", NOTES)) else 0
 
 
 def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:

@@ -39,7 +39,6 @@ _LEAVE_S = 5.0
 #: A launcher that a kill does not end (its rank sits in the kernel) is waited for no longer.
 _GIVE_UP_S = 30.0
 _FILES_EVERY_S = 1.0
-_REFRESH_EVERY_S = 60.0
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
 #: How long the last question to Slurm may hold up what comes after the launch.
@@ -79,8 +78,7 @@ class Conductor:
         self._seen = Seen()
         self._next_files = 0.0
         self._pace = SavePace(timing, clock())
-        self._deadline = Deadline(hub, watch, timing, self._seen, now)
-        self._next_refresh = clock() + _REFRESH_EVERY_S
+        self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
         self._next_stop_query = 0.0
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
@@ -238,7 +236,10 @@ class Conductor:
             self._ask_stop(self._seen.stopped_by)
         self._take_record(now)
         self._check_files(now)
-        self._check_time_limit(now)
+        if self._deadline.time_is_up(now):
+            self._seen.due_time_limit = True
+            self._note(NoticeSeen(what="end of the time limit", source="clock"))
+            self._ask_stop("time limit")
         self._deadline.look(now)
         self._check_parting()
         self._check_left_out(now)
@@ -310,23 +311,6 @@ class Conductor:
                 self._save_file.unlink(missing_ok=True)
                 self._note(NoticeSeen(what="SAVE", source="file"))
                 self._ask_save("SAVE file")
-
-    def _check_time_limit(self, now: float) -> None:
-        record = self._watch.latest
-        if record is None or record.end_time is None or self._seen.stop_asked is not None:
-            if record is None and now >= self._next_refresh:
-                self._next_refresh = now + _REFRESH_EVERY_S
-                self._watch.ask()
-            return
-        left = record.end_time - self._now()
-        if now >= self._next_refresh and left <= self._timing.lead + timedelta(minutes=10):
-            # The limit may have been changed; near the end we look once a minute.
-            self._next_refresh = now + _REFRESH_EVERY_S
-            self._watch.ask()
-        if left <= self._timing.lead:
-            self._seen.due_time_limit = True
-            self._note(NoticeSeen(what="end of the time limit", source="clock"))
-            self._ask_stop("time limit")
 
     def _check_parting(self) -> None:
         seen = self._seen

@@ -1,4 +1,4 @@
-"""Until when a stop that was asked for can be waited for."""
+"""The clock of a job: when its time is up, and until when a stop can be waited for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["Deadline"]
 
 #: Ranks hear again how long they have when it has changed by more.
 _TELL_AGAIN_S = 0.5
+_REFRESH_EVERY_S = 60.0
+_NEAR_THE_END = timedelta(minutes=10)
 
 
 class Deadline:
@@ -25,6 +27,7 @@ class Deadline:
         watch: JobWatch,
         timing: Timing,
         seen: Seen,
+        started: float,
         now: Callable[[], datetime],
     ) -> None:
         self._hub = hub
@@ -33,6 +36,22 @@ class Deadline:
         self._seen = seen
         self._now = now
         self._told_left: float | None = None
+        self._next_refresh = started + _REFRESH_EVERY_S
+
+    def time_is_up(self, now: float) -> bool:
+        """Whether the job's end, as Slurm tells it, is so near that a stop has to be asked for."""
+        record = self._watch.latest
+        if record is None or record.end_time is None or self._seen.stop_asked is not None:
+            if record is None and now >= self._next_refresh:
+                self._next_refresh = now + _REFRESH_EVERY_S
+                self._watch.ask()
+            return False
+        left = record.end_time - self._now()
+        if now >= self._next_refresh and left <= self._timing.lead + _NEAR_THE_END:
+            # The limit may have been changed; near the end we look once a minute.
+            self._next_refresh = now + _REFRESH_EVERY_S
+            self._watch.ask()
+        return left <= self._timing.lead
 
     def look(self, now: float) -> None:
         """At ``now`` on the conductor's clock: note in what was seen that it has passed."""
