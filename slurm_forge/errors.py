@@ -19,6 +19,7 @@ __all__ = [
     "ControlChannelError",
     "FencedError",
     "ForgeError",
+    "HookError",
     "MismatchError",
     "RanksLostError",
     "RunDirectoryError",
@@ -147,3 +148,7 @@ class MismatchError(CheckpointError):
 
 class UnsupportedError(ForgeError):
     """Asked for something that can't keep its promise here (an iterable without state, …)."""
+
+
+class HookError(ForgeError):
+    """A hook of the program raised while all ranks waited for its answer."""

@@ -184,6 +184,7 @@ class CheckpointWriter:
     def look(self, state: TrainingState) -> tuple[str, ...]:
         """What a save of this state would find not sound in this rank's part.  Not collective."""
         captured, error = _capture(state, None)
+        error = error or self._accept(state, captured)
         if captured is None or error is not None:
             return ()  # a save says why it can't be saved
         tensors = ((key, local_part(each).detach()) for key, each in captured.tensors.items())

@@ -70,6 +70,7 @@ class MemberView:
     host: str
     pid: int
     heard: float
+    turn: int = 0
     step: int = 0
     begun: int = 0
     phase: str = "start"
@@ -178,9 +179,10 @@ class Hub:
         # Only what every rank has left behind: until then one may still ask about it anew.
         if len(self._members) < self.world_size:
             return
-        slowest = min(member.step for member in self._members.values())
+        slowest = min((member.turn, member.step) for member in self._members.values())
         for number, (_, gathering) in list(self._requests.items()):
-            if gathering.target is not None and gathering.target.step < slowest:
+            target = gathering.target
+            if target is not None and (target.turn, target.step) < slowest:
                 del self._requests[number]
 
     # -- the serving thread ----------------------------------------------------------------
@@ -264,6 +266,7 @@ class Hub:
         if isinstance(message, p.Beat):
             member = replace(
                 member,
+                turn=message.turn,
                 step=message.step,
                 begun=message.begun,
                 phase=message.phase,

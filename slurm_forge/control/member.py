@@ -55,6 +55,7 @@ class Member:
         self._agreement = Agreement()
         self._started = False
         self._begun = 0
+        self._rewound: Position | None = None
         self._phase = "start"
         self._phase_since = clock()
         self._published: dict[str, str] = {}
@@ -119,6 +120,14 @@ class Member:
         if started and not self._started:
             self._started = True
             self.send(self._beat(self._phase_since))
+
+    def rewound(self, position: Position) -> None:
+        """Training goes on from ``position``, in a later turn: said at once.
+
+        Else what was begun before would be taken for steps beyond those of a rank that is through.
+        """
+        self._rewound, self._begun = position, position.step
+        self.send(self._beat(self._clock()))
 
     def begin(self, step: int) -> None:
         """The main thread begins its ``step``th step (for heartbeats; nothing is sent here)."""
@@ -203,8 +212,12 @@ class Member:
         return "closed"
 
     def _beat(self, now: float) -> p.Beat:
+        position = self._agreement.position
+        if self._rewound is not None and self._rewound > position:
+            position = self._rewound
         return p.Beat(
-            step=self._agreement.position.step,
+            turn=position.turn,
+            step=position.step,
             begun=self._begun,
             phase=self._phase,
             since_s=round(now - self._phase_since, 3),

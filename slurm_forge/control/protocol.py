@@ -93,10 +93,12 @@ class Welcome(Message):
 class Beat(Message):
     """Every second: steps done, phase, and for how long the main thread has been there.
 
-    ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.
+    ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
+    counts rollbacks: the steps come again in each.
     """
 
     tag: ClassVar[str] = "beat"
+    turn: int
     step: int
     begun: int
     phase: str

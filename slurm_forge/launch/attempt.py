@@ -28,6 +28,7 @@ from slurm_forge.recovery import LaunchFacts, classify, decide
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
 __all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
@@ -102,10 +103,12 @@ class Attempt:
             self.journal.write(Finished(step=step))
             return None
         self.fence()
-        decided = self._decided(facts)
+        incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
+        # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
+        wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
+        decided = None if wanted else self._decided(facts)
         if decided is not None:
             return decided
-        incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
         policy = self.file.job.recovery
         full = self._cannot_write(
             LaunchEnded(

@@ -76,7 +76,7 @@ class Seen:
         """
         for rank, step in self.through.items():
             for other, member in members.items():
-                if max(member.begun, self.through.get(other, 0)) > step:
+                if other != rank and max(member.begun, self.through.get(other, 0)) > step:
                     return rank, other
         return None
 

@@ -176,8 +176,7 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.ADMIN_REQUEUE: _ENDINGS,
     Cause.NODE_FAIL: _PROCESS,
     Cause.CUDA_OOM: _PROCESS | {Action.SHRINK_MICRO_BATCH, Action.RAISE},
-    Cause.HOST_OOM: _PROCESS
-    | {Action.RAISE_MEM, Action.FEWER_WORKERS, Action.SHRINK_MICRO_BATCH},
+    Cause.HOST_OOM: _PROCESS | {Action.RAISE_MEM, Action.FEWER_WORKERS, Action.SHRINK_MICRO_BATCH},
     Cause.NON_FINITE: _NUMERIC,
     Cause.LOSS_SPIKE: _NUMERIC,
     Cause.NCCL_ERROR: _PROCESS,

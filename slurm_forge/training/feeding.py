@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,11 @@ from slurm_forge.training.batches import Batch, BatchSource
 from slurm_forge.training.boundary import DATA_POLL
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.learning import Learning
-from slurm_forge.training.order import SampleOrder, fitting_micro_batch
+from slurm_forge.training.order import SampleOrder, Windows, fitting_micro_batch
 from slurm_forge.training.process_group import Groups
 from slurm_forge.training.resuming import Resuming
 from slurm_forge.training.sameness import require_same
 from slurm_forge.training.until import Epochs, Steps
-from slurm_forge.vocabulary.plan import SampleWindow
 
 __all__ = ["Asked", "Feeding"]
 
@@ -62,7 +61,7 @@ class Feeding:
         self.length = 0
         self._feeding: BatchSource | None = None
         self._learning: Learning | None = None
-        self._begun_at = 0
+        self._begun_at = self._loops = 0
 
     def batches(self, asked: Asked) -> Iterator[Batch]:
         """The batches that are left."""
@@ -71,11 +70,15 @@ class Feeding:
         source, turn = self._source(asked, order), parts.boundaries.turn
         self._begun_at = parts.progress.step
         parts.recovering.rewind = self._resuming.rewind if self._rewindable else None
+        # What lies before the second loop of a program is the first one's: not to be made up here.
+        parts.recovering.earliest = parts.progress.step if self._loops else 0
+        self._loops += 1
         try:
             while True:
                 self._boundary()
                 if parts.boundaries.turn != turn:  # rewound: other samples come next
                     source.close()
+                    self._take_over(asked, order)
                     source, turn = self._source(asked, order), parts.boundaries.turn
                 if parts.progress.step >= self._total(asked):
                     if parts.recovering.ends_well():
@@ -90,9 +93,21 @@ class Feeding:
                 if parts.progress.step == before:
                     raise _not_stepped()  # it would come again for ever
         finally:
-            parts.recovering.rewind = self._feeding = None
-            parts.recovering.batch_out = False
+            if self._feeding is source:
+                self.over()
             source.close()
+
+    def over(self) -> None:
+        """No more batches are taken, whatever has become of the loop."""
+        self._parts.recovering.rewind = None
+        self._parts.recovering.batch_out = False
+        if self._feeding is not None:
+            self._feeding.close()
+            self._feeding = None
+
+    def owns(self, batch: Batch) -> bool:
+        """Whether it is of the loop that goes on now."""
+        return self._feeding is not None and bool(batch.sample_ids)
 
     def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:
         """The batch once more in smaller micro-batches, as all that follow; None if it isn't ours.
@@ -181,6 +196,15 @@ class Feeding:
         self._tell_learned()
         return fitting
 
+    def _take_over(self, asked: Asked, order: SampleOrder) -> None:
+        """What a new plan says of the micro-batch."""
+        planned, share = (
+            self._parts.in_force.plan.micro_batch,
+            order.share(self._context.world_size),
+        )
+        if planned is not None and planned < self._resuming.micro_batch:
+            self._resuming.micro_batch = fitting_micro_batch(share, planned)
+
     def _tell_learned(self) -> None:
         keeping = self._parts.saver.keeping
         if self._learning is not None and keeping is not None:
@@ -194,7 +218,9 @@ class Feeding:
         if isinstance(asked.until, Steps) or not windows:
             return total
         end = asked.until.count * self.length
-        return total - _samples_in(windows, end) // asked.global_batch_size
+        without, progress = Windows(windows), self._parts.progress
+        left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))
+        return progress.step + -(-left // asked.global_batch_size)
 
     def _source(self, asked: Asked, order: SampleOrder) -> BatchSource:
         parts = self._parts
@@ -219,10 +245,6 @@ class Feeding:
             skipped=plan.skipped,
         )
         return self._feeding
-
-
-def _samples_in(windows: Sequence[SampleWindow], end: int) -> int:
-    return sum(max(0, min(window.stop, end) - window.first) for window in windows)
 
 
 def _not_stepped() -> UnsupportedError:

@@ -52,6 +52,9 @@ class FirstSteps:
     def resumed(self, step: int, *, expected: float | None) -> None:
         """Training goes on from ``step``; ``expected`` is the loss of the first micro-batch."""
         self._resumed_at, self._expected = step, expected
+        # After a rollback the steps come again: nothing of the first time is true of them.
+        self._losses.clear()
+        self._saved_at, self._another = None, ""
         self._noted_before = self._trail.noted
 
     def saved(self, step: int) -> None:

@@ -238,6 +238,20 @@ class Keeping:
         same = known is not None and known.witness_samples == samples
         return known.witness if known is not None and same else None
 
+    def suspect(self, name: CheckpointName, why: str) -> None:
+        """It is not to be trusted after all."""
+        with self._book.lock:
+            self._book.pending.pop(name, None)
+            self._book.judge(name, Trust.SUSPECT, why)
+
+    def agree_with(self, known: Known) -> None:
+        """What the journal makes suspect after an incident that training goes on from."""
+        with self._book.lock:
+            for each in known:
+                if each.trust is Trust.SUSPECT and self._book.find(each.name) is not None:
+                    self._book.pending.pop(each.name, None)
+            self._book.known = known
+
     def doubt(self, why: str) -> bool:
         """What was resumed from does not lead on to where it was written: it is suspect now.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,11 +20,14 @@ from pydantic import TypeAdapter
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
 from slurm_forge.control import protocol as p
-from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
+from slurm_forge.errors import HookError
+from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen, Recovered
 from slurm_forge.journal.known import INSTABILITY
+from slurm_forge.recovery.anomaly import announce, announced
 from slurm_forge.recovery.decide import asks_hook_first, decide
 from slurm_forge.recovery.hook import answered
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.hooks import Hooks
 from slurm_forge.training.in_force import InForce
@@ -88,6 +92,9 @@ class Recovering:
         self.rewind: Callable[[], None] | None = None
         #: A batch was handed out and its step is not over: what comes up is seen to after it.
         self.batch_out = False
+        #: A rollback to before this step belongs to an earlier loop of the program.
+        self.earliest = 0
+        self._known: Known | None = None
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
@@ -103,8 +110,8 @@ class Recovering:
         since = self._clock()
         # A save in flight may be what is gone back to, and its ranks may be what is given up.
         self._saves.settle()
-        self._skips.read_all()
         self._skips.trouble = None
+        self._skips.read_all()
         self._count += 1
         brief = self._context.brief
         incident_id = f"{brief.attempt}.{brief.launch}.{self._count}"
@@ -113,16 +120,25 @@ class Recovering:
         )
         if said is None:
             self._give_up(trouble, decided="")
+        if "raised" in said:
+            raise HookError(
+                f"the on_instability hook raised {said['raised']}",
+                next_step="Correct the hook; the log of rank 0 has the traceback.",
+            )
         decision: Decision = _decisions().validate_python(said)
         if decision.action in (Action.SKIP, Action.WARN):
-            self._progress.skipped_in_a_row = 0
+            self._skips.let_pass()
             self._in_force.plan = decision.plan
             if self._watch is not None and trouble.cause is Cause.LOSS_SPIKE:
                 self._watch.tolerate()
-            return False
+            if self._known is not None:
+                self._saves.agree_with(self._known)
+            return False  # what ``read_all`` has found meanwhile comes up at the next boundary
         rewind = self.rewind
         moves = decision.plan.exclude_nodes != self._in_force.plan.exclude_nodes
-        here = decision.action is Action.ROLLBACK and decision.target is not None and not moves
+        target = None if decision.target is None else CheckpointName.parse(decision.target)
+        ours = target is not None and target.step >= self.earliest
+        here = decision.action is Action.ROLLBACK and ours and not moves
         if rewind is None or not here:
             self._give_up(trouble, decided=incident_id)
         self._in_force.plan, self._in_force.limit = decision.plan, LARGEST
@@ -146,11 +162,24 @@ class Recovering:
         if self.boundary():
             return False
 
-        def together(found: Sequence[Sequence[str]]) -> str:
-            return "; ".join(dict.fromkeys(each for some in found for each in some))
+        def together(found: Sequence[Mapping[str, Any]]) -> Json:
+            state = dict.fromkeys(each for one in found for each in one["state"])
+            proposals = [one["proposal"] for one in found if one["proposal"]]
+            return {"state": "; ".join(state), "proposal": proposals[0] if proposals else ""}
 
-        mine: list[Json] = list(self._saves.unsound())
-        text = self._ranks.agree(None, mine, together, doing="Ending the run")
+        proposal = self._skips.open_proposal
+        mine: dict[str, Json] = {
+            "state": list(self._saves.unsound()),
+            "proposal": "" if proposal is None else announce(proposal),
+        }
+        said = self._ranks.agree(None, mine, together, doing="Ending the run")
+        if said["proposal"]:
+            # Of the very last steps: nobody would hear of it on the channel any more.
+            self._skips.announced(announced(said["proposal"]))
+        found, self._skips.trouble = self._skips.trouble, None
+        if found is not None:
+            return not self.act(found)
+        text = said["state"]
         if not text:
             return True
         step = self._progress.step
@@ -167,6 +196,7 @@ class Recovering:
         journal, brief = self._journal, self._context.brief
         if journal is None or self._context.world_size != 1:
             return None
+        self._context.fence()
         self._count += 1
         incident = Incident(
             id=f"{brief.attempt}.{brief.launch}.{self._count}",
@@ -198,13 +228,18 @@ class Recovering:
         journal = self._journal
         if journal is None:
             raise AssertionError("only rank 0 decides")
+        self._context.fence()
         try:
             journal.write(IncidentSeen(incident=incident))
             state = fold(read_journal(self._context.directory, thin=True)[0])
+            self._known = state.known
             decision = self._chosen(state, incident)
             journal.write(DecisionTaken(decision=decision), durable=True)
         except OSError:
             return None  # a budget that is charged nowhere would never be used up
+        except HookError as error:
+            traceback.print_exception(error.__cause__)
+            return {"raised": error.message}
         return _decisions().dump_python(decision, mode="json")
 
     def _chosen(self, state: RunState, incident: Incident) -> Decision:
@@ -213,7 +248,10 @@ class Recovering:
         coupled = spec.batch_coupled
 
         def hook(rung: int | None) -> Decision | None:
-            said = self._hooks.instability(incident)
+            try:
+                said = self._hooks.instability(incident)
+            except Exception as error:  # anything: it is the program's
+                raise HookError(f"{type(error).__name__}: {error}", next_step="") from error
             if said is None:
                 return None
             return answered(state, incident, said, rung=rung, batch_coupled=coupled)

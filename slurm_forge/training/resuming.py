@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from torch.distributed.fsdp import FSDPModule
+
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
 from slurm_forge.journal import JournalWriter
@@ -17,6 +19,7 @@ from slurm_forge.training.process_group import Groups
 from slurm_forge.training.sameness import require_same
 from slurm_forge.training.trail import values
 from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
+from slurm_forge.vocabulary.position import Position
 
 __all__ = ["Resuming"]
 
@@ -72,9 +75,14 @@ class Resuming:
     def rewind(self) -> None:
         """Put everything back, in place, to the newest checkpoint that may still be used."""
         parts = self._parts
+        for model in parts.registry.models.values():
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # an evaluation leaves the root whole, and with its old weights
         with parts.boundaries.meanwhile("load"):
             name = self._load(settled=True, again=True)
         parts.boundaries.rewound()
+        self._member.rewound(Position(parts.progress.step, turn=parts.boundaries.turn))
         parts.stepping.stepped = False
         if parts.watch is not None and name is not None:
             losses = values(parts.trail.snapshot())

@@ -33,6 +33,7 @@ from slurm_forge.training.registry import Registry
 from slurm_forge.training.resuming import Resuming
 from slurm_forge.training.step import Step
 from slurm_forge.training.until import Epochs, Steps
+from slurm_forge.training.verdict import LARGEST
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 __all__ = ["Run"]
@@ -219,12 +220,15 @@ class Run:
         """
         if self.world_size > 1 or step is None or step.updating:
             return None
-        if memory_that_ran_out(error) is not Memory.DEVICE:
+        if memory_that_ran_out(error) is not Memory.DEVICE or not self._feeding.owns(batch):
+            return None
+        if any(True for _ in self._registry.ddp()):
+            return None  # a backward that was broken off leaves DDP waiting for its end
+        if not self._stepping.abandon(step):
             return None
         micro_batch = self._recovering.shrink(in_one_line(error), max(batch.micro_sizes))
         if micro_batch is None:
             return None
-        step.abandon()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return self._feeding.smaller(batch, micro_batch)
@@ -324,7 +328,9 @@ class Run:
                 self._probe.issue(request.id)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
-                self._in_force.limit = float(request.reason)
+                # One from before a rollback is not meant for the steps behind it.
+                stale = self._boundaries.turn > 0 and not self._stepping.stepped
+                self._in_force.limit = LARGEST if stale else float(request.reason)
                 if self._watch is not None:
                     self._watch.limit_in_force(self._in_force.limit)
             case RequestKind.RECOVER:
@@ -335,7 +341,8 @@ class Run:
     def _stop_here(self) -> None:
         """Save, and tell the conductor: the run stops on all ranks at this step."""
         step = self._progress.step
-        self._saves.have("stop")
+        self._skips.read_all()
+        self._saves.have("stop", doubts=self._skips.doubts)
         self._telling.write(now=True)
         last = self._saves.last
         self._hooks.call("on_stop", step=step)
@@ -361,6 +368,7 @@ class Run:
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
         self.restore()
+        self._feeding.over()  # also where the program left the loop and kept it
         self._recovering.ends_well()
         step = self._progress.step
         self._member.send(p.Through(step=step))

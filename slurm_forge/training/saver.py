@@ -105,6 +105,7 @@ class Saver:
         random: dict[str, torch.Tensor],
         *,
         wait: bool,
+        doubts: Sequence[str] = (),
     ) -> CheckpointName | None:
         """Save; with ``wait`` until it is on disk: its name, or None when it came to nothing.
 
@@ -126,9 +127,9 @@ class Saver:
             self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
 
         losses = self._trail.snapshot()
-        unstable = _instability(registry, progress)
+        unstable = (*_instability(registry, progress), *doubts)
 
-        def doubts() -> Sequence[str]:
+        def not_trusted() -> Sequence[str]:
             seen = values(losses)
             if self.keeping is not None:
                 return (*unstable, *doubtful(seen))
@@ -146,7 +147,7 @@ class Saver:
                 after=after,
                 permit=self._permit,
                 about=self._comparing.about(),
-                doubts=doubts,
+                doubts=not_trusted,
                 # Not on the way out: it takes as long as the state is large.
                 all_copies=not wait,
             )
@@ -167,6 +168,11 @@ class Saver:
             raise
         except CheckpointError as error:  # no storage has been touched: the program is to be mended
             raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def doubt(self, name: CheckpointName, why: Sequence[str]) -> None:
+        """What was saved is not to be trusted after all."""
+        if self.keeping is not None:
+            self.keeping.suspect(name, "; ".join(why))
 
     def unsound(self, registry: Registry) -> tuple[str, ...]:
         """What is not finite, or absurd, in what this rank holds.  Not collective."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from slurm_forge.journal import Known
 from slurm_forge.spec.job import CheckpointSpec
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training import rng
@@ -71,7 +72,7 @@ class Saves:
         with self._saving():
             self._saver.prepare(self._registry, self._progress, rng.capture())
 
-    def save(self, reason: str, *, wait: bool = False) -> None:
+    def save(self, reason: str, *, wait: bool = False, doubts: Sequence[str] = ()) -> None:
         """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
         self.settle()
         self._skips.read_all()
@@ -79,7 +80,11 @@ class Saves:
         random = rng.capture() if self.random is None else self.random
         wait = wait or not self._asked.background
         with self._saving():
-            self._tell(self._saver.save(reason, self._registry, self._progress, random, wait=wait))
+            self._tell(
+                self._saver.save(
+                    reason, self._registry, self._progress, random, wait=wait, doubts=doubts
+                )
+            )
         self._begun(self._progress.step)
 
     def evaluated(self, logged: Mapping[str, Any]) -> None:
@@ -103,13 +108,23 @@ class Saves:
         """Wait for a save in flight without a collective: the launch is about to be given up."""
         self._saver.let_land()
 
-    def have(self, reason: str) -> bool:
-        """Save unless this step is on disk already; whether it is now."""
+    def have(self, reason: str, *, doubts: Sequence[str] = ()) -> bool:
+        """Save unless this step is on disk already; whether it is now.
+
+        ``doubts`` are why it is not to be trusted, on the ranks that have any.
+        """
         self.settle()
         step = self._progress.step
         if self.last is None or self.last.step != step:
-            self.save(reason, wait=True)
+            self.save(reason, wait=True, doubts=doubts)
+        elif doubts:
+            self._saver.doubt(self.last, doubts)
         return self.last is not None and self.last.step == step
+
+    def agree_with(self, known: Known) -> None:
+        """What the journal makes suspect after an incident that training goes on from."""
+        if self._saver.keeping is not None:
+            self._saver.keeping.agree_with(known)
 
     def unsound(self) -> tuple[str, ...]:
         """What is not sound in this rank's state as it is now.  Not collective."""

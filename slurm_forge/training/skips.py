@@ -63,6 +63,8 @@ class Taken:
     #: This rank's own mean loss, asked for after an incident only.
     own_loss: Callable[[], float | None]
     has_loss: bool
+    #: Whether it is a batch of ``run.batches``, whose samples can be left out.
+    ours: bool
     unprotected: tuple[str, ...]
 
 
@@ -99,6 +101,7 @@ class Skips:
         self._keep = 1 if late else 0
         self._unread: deque[Taken] = deque()
         self._names: Mapping[int, str] | None = None
+        self._ours = False
         self._examined_at: int | None = None
         self._bad_losses = 0
         #: The last steps and their samples, for an incident that is noticed later.
@@ -106,13 +109,18 @@ class Skips:
         #: Of the row of skipped steps that goes on now.
         self._row_from: SampleWindow | None = None
         self._row_is_finite = True
+        self._row_examined = False
         self._examination: Examination | None = None
+        self._told_evidence: tuple[Evidence, ...] = ()
+        #: What this rank has proposed to all, and nobody has answered yet.
+        self._proposed: Anomaly | None = None
         #: What all ranks have to see to before the next step, if anything.
         self.trouble: Trouble | None = None
 
     def taken(self, taken: Taken) -> None:
         """One more step."""
         self._recent.append((taken.step, taken.samples))
+        self._ours = taken.ours
         self._unread.append(taken)
         self._read(self._keep)
 
@@ -130,7 +138,7 @@ class Skips:
             step=last,
             text=anomaly.text,
             source="rank 0" if anomaly.cause is Cause.LOSS_SPIKE else "all ranks",
-            window=SampleWindow(bad[0].first, bad[-1].stop) if bad else None,
+            window=SampleWindow(bad[0].first, bad[-1].stop) if bad and self._ours else None,
             in_memory=anomaly.in_memory,
         )
 
@@ -146,7 +154,7 @@ class Skips:
         """Training begins again somewhere else."""
         self._unread.clear()
         self._recent.clear()
-        self._examined_at, self._bad_losses = None, 0
+        self._examined_at, self._bad_losses, self._proposed = None, 0, None
         self._end_row()
         self.trouble = None
 
@@ -176,10 +184,31 @@ class Skips:
             )
             onset = taken.step - _BAD_LOSSES + 1
             anomaly = Anomaly(Cause.NON_FINITE, onset, taken.step, text)
+            self._proposed = anomaly
             self._member.send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+
+    @property
+    def open_proposal(self) -> Anomaly | None:
+        """What this rank has found and all have not decided on."""
+        return self._proposed or (None if self._watch is None else self._watch.open)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why a state that is saved now is not to be trusted, as far as this rank knows."""
+        if self.trouble is not None:
+            return (self.trouble.text,)
+        found = self.open_proposal
+        return () if found is None else (found.text,)
+
+    def let_pass(self) -> None:
+        """It was decided that training goes on as it is."""
+        self._progress.skipped_in_a_row = 0
+        self._proposed = None
+        self._end_row()
 
     def _end_row(self) -> None:
         self._row_from, self._row_is_finite, self._examination = None, True, None
+        self._row_examined = False
 
     def _skipped(self, taken: Taken, readings: Sequence[Reading]) -> None:
         progress = self._progress
@@ -218,7 +247,7 @@ class Skips:
             onset=taken.step - row + 1,
             step=taken.step,
             text=text,
-            window=SampleWindow(first.first, taken.samples.stop),
+            window=SampleWindow(first.first, taken.samples.stop) if taken.ours else None,
             evidence=() if found is None else found.evidence(),
             repeats=None if found is None else found.repeats,
             in_memory=found is not None and bool(found.state),
@@ -228,9 +257,14 @@ class Skips:
         )
 
     def _examine(self, taken: Taken, *, finite: bool) -> None:
-        """The expensive questions, on the first step of a row: all ranks together."""
-        if self._progress.skipped_in_a_row != 1:
+        """The expensive questions, once for a row: all ranks together.
+
+        Not where the norm is finite: should ranks differ on which side of the limit it lies, nobody
+        may wait for the others here (``launch/left_out`` finds that out).
+        """
+        if finite or self._row_examined:
             return
+        self._row_examined = True
         again = self._examined_at
         if again is not None and 0 <= taken.step - again < _STEPS_BETWEEN_EXAMINATIONS:
             return
@@ -239,10 +273,8 @@ class Skips:
         moved = any(
             all(each.verdict.read().applied for each in later.applied) for later in self._unread
         )
-        replay = None if moved or finite else taken.compute_loss
-        without = ""
-        if moved or finite:
-            without = "its gradient was finite" if finite else "the weights have moved on"
+        replay = None if moved else taken.compute_loss
+        without = "the weights have moved on" if moved else ""
         if self._names is None:
             self._names = names_of(self._registry.models)
         blame = [part for each in taken.applied for part in each.blame(self._names)]
@@ -250,7 +282,7 @@ class Skips:
             self._examination = self._examiner.examine(
                 batch=taken.batch,
                 compute_loss=replay,
-                loss=None if finite else taken.own_loss(),
+                loss=taken.own_loss(),
                 blame=blame,
                 generators=taken.generators,
                 no_replay=without,
@@ -259,8 +291,11 @@ class Skips:
     def _tell(self, taken: Taken, readings: Sequence[Reading]) -> None:
         if self._journal is None:
             return
-        first = self._progress.skipped_in_a_row == 1
-        found = self._examination.evidence() if first and self._examination is not None else ()
+        found = () if self._examination is None else self._examination.evidence()
+        if found == self._told_evidence:
+            found = ()  # with the first step of the row
+        else:
+            self._told_evidence = found
         large = [f"{reading.norm:.4g}" for reading in readings if reading.finite]
         if large and not all(reading.applied for reading in readings):
             found = (Evidence("gradient norm", f"{', '.join(large)}: above the limit"), *found)

@@ -15,9 +15,8 @@ from typing import Protocol
 from slurm_forge.control.protocol import Message, Propose, RequestKind
 from slurm_forge.recovery.anomaly import Anomaly, Spikes, announce
 from slurm_forge.recovery.decide import skips_allowed
-from slurm_forge.spec.recovery import Ladder, Recovery
+from slurm_forge.spec.recovery import Recovery
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["SpikeWatch", "StepReading"]
 
@@ -56,9 +55,8 @@ class StepReading(Protocol):
 class SpikeWatch:
     """On rank 0 only.  ``taken`` is called for every step, in order, one step late or more.
 
-    With an empty ladder for loss spikes nothing is watched; without a skip rung no norm is limited;
-    a warn rung is used up here, with ``noted`` called, before anything is proposed.  Without
-    ``noted`` nobody hears of what is tolerated.
+    With an empty ladder for loss spikes nothing is watched; without a skip rung no norm is limited.
+    Without ``noted`` nobody hears of single outliers.
     """
 
     def __init__(
@@ -76,7 +74,8 @@ class SpikeWatch:
         self._noted = noted
         self._on = bool(ladder)
         self._limits = skips > 0
-        self._warnings_left = _warnings(ladder)
+        #: What was proposed last, until somebody has decided on it.
+        self.open: Anomaly | None = None
         self._spikes = Spikes(skips=skips)
         self._in_force = math.inf
         #: What was announced and is not in force yet, and since which step.
@@ -104,6 +103,7 @@ class SpikeWatch:
 
         No limit is in force then: it goes with the weights that it was learned from.
         """
+        self.open = None
         self._spikes.restart(losses, step)
         self.limit_in_force(None)
 
@@ -114,15 +114,12 @@ class SpikeWatch:
 
     def tolerate(self) -> None:
         """Somebody has decided that an anomaly is none: how things are now is usual."""
+        self.open = None
         self._spikes.tolerate()
 
     def _found(self, anomaly: Anomaly) -> None:
-        if self._warnings_left > 0:
-            self._warnings_left -= 1
-            self._spikes.tolerate()
-            self._note(f"since step {anomaly.onset}: {anomaly.text}; tolerated, as declared")
-        else:
-            self._send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+        self.open = anomaly
+        self._send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     def _look_at_limit(self, limit: float, step: int) -> None:
         last = self._in_force
@@ -157,14 +154,3 @@ class SpikeWatch:
         self._told_outliers = self._spikes.outliers
         steps = "1 step" if count == 1 else f"{count} steps"
         self._note(f"{steps} with a loss far above the usual (above {self._spikes.bound:.4g} now)")
-
-
-def _warnings(ladder: Ladder) -> float:
-    """How many anomalies are only warned of, before the first rung that does more."""
-    count = 0.0
-    for rung in ladder:
-        if rung.do is Action.WARN:
-            count += math.inf if rung.times is None else rung.times
-        elif rung.do is not Action.SKIP:
-            break
-    return count

@@ -109,6 +109,11 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
         self._snapshot.restore_where(True)
 
+    @property
+    def unprotected(self) -> tuple[str, ...]:
+        """Buffers that this step has changed and nothing can put back."""
+        return self._snapshot.unprotected
+
     def end(self) -> tuple[str, ...]:
         """After the last ``apply``; names buffers that a skipped step could not put back."""
         if self._scaler is not None and self._scaler.is_enabled():

@@ -86,6 +86,13 @@ class Stepping:
             snapshot=self._snapshot,
         )
 
+    def abandon(self, step: Step) -> bool:
+        """Leave all as it was before ``begin``; False where a buffer can't be put back."""
+        step.abandon()
+        if self._generators is not None:
+            self._generators.put_back()
+        return not step.unprotected
+
     def end(self, step: Step) -> bool:
         """Count the step and take its verdict in; False if the program only measured something."""
         compute_loss, self.compute_loss = self.compute_loss, None
@@ -116,6 +123,7 @@ class Stepping:
                 generators=self._generators,
                 own_loss=step.own_loss,
                 has_loss=step.has_loss,
+                ours=ours,
                 unprotected=unprotected,
             )
         )

@@ -93,29 +93,19 @@ def test_without_a_skip_rung_no_norm_is_limited() -> None:
     assert len(rank.asked(RequestKind.RECOVER)) == 1
 
 
-@pytest.mark.parametrize("ladder", [(WARN,), (SKIP, WARN)])
-def test_who_wants_a_warning_gets_one_and_the_new_level_is_usual(ladder: Ladder) -> None:
+@pytest.mark.parametrize(
+    "ladder", [(Rung(do=Action.WARN),), (Rung(do=Action.WARN, times=1), ROLLBACK)]
+)
+def test_also_what_is_only_warned_of_is_proposed_and_decided_on_once(ladder: Ladder) -> None:
+    """Budgets are counted where they are journalled, not here."""
     rank = Rank0(*ladder)
-    rank.take([*usual(), *[4.9] * 60])
-    rank.take([9.9] * 50)
-    assert rank.asked(RequestKind.RECOVER) == []
-    assert [text.split(":")[0] for text in rank.noted] == ["since step 301", "since step 361"]
-    assert "4.9" in rank.noted[0]
-
-
-def test_warnings_are_used_up() -> None:
-    rank = Rank0(Rung(do=Action.WARN, times=1), ROLLBACK)
-    rank.take([*usual(), *[4.9] * 200])
-    assert (len(rank.noted), rank.asked(RequestKind.RECOVER)) == (1, [])
-    rank.take([9.9] * 50)
-    assert (len(rank.noted), len(rank.asked(RequestKind.RECOVER))) == (1, 1)
-
-
-def test_what_comes_behind_a_rollback_is_not_warned_of_first() -> None:
-    rank = Rank0(ROLLBACK, WARN)
-    rank.take([*usual(), *[4.9] * 20])
-    assert rank.noted == []
+    rank.take([*usual(), *[4.9] * 5])
     assert len(rank.asked(RequestKind.RECOVER)) == 1
+    assert rank.watch.open is not None
+    rank.watch.tolerate()
+    assert rank.watch.open is None
+    rank.take([4.9] * 100)
+    assert len(rank.asked(RequestKind.RECOVER)) == 1, "how things are now is usual"
 
 
 def test_single_outliers_are_told_of_now_and_then() -> None:
