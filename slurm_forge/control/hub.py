@@ -108,6 +108,8 @@ class Hub:
         self._published: dict[str, str] = {}
         self._requests: dict[int, tuple[p.Request, Gathering]] = {}
         self._next_id = 1
+        #: Why the launch is over, once it is.
+        self._over: str | None = None
         self._closing = False
         self._listener = socket.create_server(("", 0), backlog=4096)
         self._listener.setblocking(False)
@@ -173,6 +175,7 @@ class Hub:
     def abort(self, reason: str) -> None:
         """Tell every rank to leave at once."""
         with self._lock:
+            self._over = reason
             self._broadcast(p.Abort(reason=reason))
 
     def _forget_old(self) -> None:
@@ -319,6 +322,8 @@ class Hub:
             self._send(peer, request)
             if gathering.target is not None:
                 self._send(peer, _target(request, gathering.target))
+        if self._over is not None:
+            self._send(peer, p.Abort(reason=self._over))  # it comes too late
         self.events.put(Joined(message.rank))
 
     def _is_connected(self, rank: int) -> bool:

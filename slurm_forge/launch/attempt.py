@@ -35,6 +35,8 @@ __all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "beg
 
 #: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
 TAKEN_OVER = "taken over"
+#: What a run does not come back from by itself.
+_ENDS = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: Statuses in which a start that nobody asked for does nothing.
 _AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED})
 
@@ -138,13 +140,18 @@ class Attempt:
     def _decided(self, facts: LaunchFacts) -> Decision | None:
         """What rank 0 has decided on and written down before it gave the launch up, if it has.
 
-        Deciding twice would charge two budgets for one incident.
+        Deciding twice would charge two budgets for one incident.  An end that it could not tell of
+        any more is one all the same: a held run does not go on because rank 0 was killed as well.
         """
-        if not facts.decided:
-            return None
         attempts = self.state().attempts
         decisions = attempts[-1].decisions if attempts else ()
-        found = [each for _, each in decisions if each.incident_id == facts.decided]
+        mine = f"{self.claim.attempt}.{self.launch}."
+        found = [
+            each
+            for _, each in decisions
+            if each.incident_id == facts.decided
+            or (each.action in _ENDS and each.incident_id.startswith(mine))
+        ]
         if found:
             self._cannot_write(LaunchEnded(outcome=found[-1].cause.value, step=facts.step))
         return found[-1] if found else None

@@ -315,7 +315,10 @@ def announced(text: str) -> Anomaly:
             raise ValueError("steps")
         if not isinstance(words, str) or type(body["in_memory"]) is not bool:
             raise ValueError("text")
-        return Anomaly(Cause(body["cause"]), onset, step, words, body["in_memory"])
+        cause = Cause(body["cause"])
+        if cause not in (Cause.NON_FINITE, Cause.LOSS_SPIKE):
+            raise ValueError("cause")
+        return Anomaly(cause, onset, step, words, body["in_memory"])
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlChannelError(
             f"the announcement of an instability can't be read: {error!r}",

@@ -238,6 +238,11 @@ class Keeping:
         same = known is not None and known.witness_samples == samples
         return known.witness if known is not None and same else None
 
+    @property
+    def has_usable(self) -> bool:
+        """Whether there is a checkpoint that may be resumed from."""
+        return any(each.trust is not Trust.SUSPECT for each in self._book.known)
+
     def suspect(self, name: CheckpointName, why: str) -> None:
         """It is not to be trusted after all."""
         with self._book.lock:

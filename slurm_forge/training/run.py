@@ -31,6 +31,7 @@ from slurm_forge.training.oom import Memory, memory_that_ran_out
 from slurm_forge.training.process_group import Groups
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.resuming import Resuming
+from slurm_forge.training.spikes import limit_in
 from slurm_forge.training.step import Step
 from slurm_forge.training.until import Epochs, Steps
 from slurm_forge.training.verdict import LARGEST
@@ -330,7 +331,7 @@ class Run:
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
                 stale = self._boundaries.turn > 0 and not self._stepping.stepped
-                self._in_force.limit = LARGEST if stale else float(request.reason)
+                self._in_force.limit = LARGEST if stale else limit_in(request.reason)
                 if self._watch is not None:
                     self._watch.limit_in_force(self._in_force.limit)
             case RequestKind.RECOVER:

@@ -127,7 +127,7 @@ class Saver:
             self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
 
         losses = self._trail.snapshot()
-        unstable = (*_instability(registry, progress), *doubts)
+        unstable = (*self._instability(registry, progress), *doubts)
 
         def not_trusted() -> Sequence[str]:
             seen = values(losses)
@@ -168,6 +168,22 @@ class Saver:
             raise
         except CheckpointError as error:  # no storage has been touched: the program is to be mended
             raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def _instability(self, registry: Registry, progress: Progress) -> tuple[str, ...]:
+        """What the last steps say of the state that they left, apart from the loss."""
+        scaler = registry.scaler
+        if scaler is not None and scaler.is_enabled():
+            scale = scaler.get_scale()
+            if not 0.0 < scale < math.inf:
+                return (f"the scale of the gradient scaler is {scale}",)
+            if scale > 1.0:
+                return ()  # it looks for its scale: skipped steps are part of that
+        # Skipped steps have changed nothing.  Where there is nothing else to go back to, a state
+        # that may be bad is better than none.
+        if progress.skipped_in_a_row == 0 or self.keeping is None or not self.keeping.has_usable:
+            return ()
+        skipped = progress.skipped_in_a_row
+        return (f"the last {skipped} steps had a gradient that is not finite",)
 
     def doubt(self, name: CheckpointName, why: Sequence[str]) -> None:
         """What was saved is not to be trusted after all."""
@@ -331,18 +347,3 @@ class Saver:
     def _rejected(self, name: CheckpointName, reason: str) -> None:
         if self.keeping is not None:
             self.keeping.rejected(name, reason)
-
-
-def _instability(registry: Registry, progress: Progress) -> tuple[str, ...]:
-    """What the last steps say of the state that they left, apart from the loss."""
-    scaler = registry.scaler
-    if scaler is not None and scaler.is_enabled():
-        scale = scaler.get_scale()
-        if not 0.0 < scale < math.inf:
-            return (f"the scale of the gradient scaler is {scale}",)
-        if scale > 1.0:
-            return ()  # it looks for its scale: skipped steps are part of that
-    if progress.skipped_in_a_row == 0:
-        return ()
-    skipped = progress.skipped_in_a_row
-    return (f"the last {skipped} steps had a gradient that is not finite",)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slurm_forge.control.protocol import Message, Propose, RequestKind
+from slurm_forge.errors import ControlChannelError
 from slurm_forge.recovery.anomaly import Anomaly, Spikes, announce
 from slurm_forge.recovery.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
+from slurm_forge.training.verdict import LARGEST
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["SpikeWatch", "StepReading"]
+__all__ = ["SpikeWatch", "StepReading", "limit_in"]
 
 #: A limit is announced no more often than that, and only where it has to be that much higher; each
 #: time all ranks agree on a step.  A lower one has time: one that is too high does no harm.
@@ -154,3 +156,15 @@ class SpikeWatch:
         self._told_outliers = self._spikes.outliers
         steps = "1 step" if count == 1 else f"{count} steps"
         self._note(f"{steps} with a loss far above the usual (above {self._spikes.bound:.4g} now)")
+
+
+def limit_in(text: str) -> float:
+    """The limit in the reason of a request, the largest float32 for none of it."""
+    try:
+        limit = float(text)
+    except ValueError as error:
+        raise ControlChannelError(
+            f"the announcement of a limit can't be read: {text[:40]!r}",
+            next_step="Are all ranks running the same version of slurm_forge?",
+        ) from error
+    return limit if 0.0 < limit < _NO_LIMIT else LARGEST

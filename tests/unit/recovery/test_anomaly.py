@@ -306,7 +306,7 @@ def test_a_limit_comes_back_after_any_other_rollback() -> None:
 
 anomalies = st.builds(
     lambda cause, onset, more, text: Anomaly(cause, onset, onset + more, text),
-    st.sampled_from(Cause),
+    st.sampled_from([Cause.NON_FINITE, Cause.LOSS_SPIKE]),
     st.integers(0, 2**62 - 1),
     st.integers(0, 2**62),
     st.text(st.characters(codec=None), max_size=1000),
