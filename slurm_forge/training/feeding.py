@@ -152,13 +152,16 @@ class Feeding:
         fitting = self._fitting(most)
         resuming.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
         parts.stepping.global_batch = asked.global_batch_size
-        parts.comparing.know(
-            sampling_facts(
-                seed=spec.seed, global_batch=asked.global_batch_size, samples=self.length
+        if (
+            not self._loops
+        ):  # a second loop may be over other data: every start begins with the first
+            parts.comparing.know(
+                sampling_facts(
+                    seed=spec.seed, global_batch=asked.global_batch_size, samples=self.length
+                )
             )
-        )
-        if resuming.restored:
-            parts.comparing.compare_again()
+            if resuming.restored:
+                parts.comparing.compare_again()
         resuming.until = self._total(asked)
         resuming.restore()
         require_same(
