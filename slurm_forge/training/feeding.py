@@ -152,9 +152,8 @@ class Feeding:
         fitting = self._fitting(most)
         resuming.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
         parts.stepping.global_batch = asked.global_batch_size
-        if (
-            not self._loops
-        ):  # a second loop may be over other data: every start begins with the first
+        # A second loop may be over other data; every start of the program begins with the first.
+        if not self._loops:
             parts.comparing.know(
                 sampling_facts(
                     seed=spec.seed, global_batch=asked.global_batch_size, samples=self.length
