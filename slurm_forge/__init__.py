@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from slurm_forge.training.run import Run
     from slurm_forge.training.shield import shield_worker
     from slurm_forge.training.until import Epochs, Steps
+    from slurm_forge.vocabulary.decision import Decision, Incident
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Decision",
     "Epochs",
     "ForgeError",
     "ForgeJob",
+    "Incident",
     "JobSpec",
     "Loss",
     "Run",
@@ -37,7 +40,9 @@ __all__ = [
 
 _WHERE = {
     "Batch": "slurm_forge.training.batches",
+    "Decision": "slurm_forge.vocabulary.decision",
     "Epochs": "slurm_forge.training.until",
+    "Incident": "slurm_forge.vocabulary.decision",
     "ForgeError": "slurm_forge.errors",
     "ForgeJob": "slurm_forge.launch.submitit_job",
     "JobSpec": "slurm_forge.spec",

@@ -6,9 +6,12 @@ are not started again inside the allocation, so every cure is a requeue.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import signal
+import socket
 import sys
 import threading
 import time
@@ -33,6 +36,8 @@ from slurm_forge.vocabulary.decision import Decision
 __all__ = ["Embedded", "Rendezvous", "await_rendezvous", "withdraw"]
 
 _LIMIT = 1 << 16
+#: How long ranks that were told to leave may take.
+_LEAVE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +190,33 @@ class Embedded:
         """Rank 0 may sit in a collective that will never end: only this thread can end it."""
         self.hub.abort("the launch is over")
         # The others leave when they read that, or when the channel closes with this process.
+        if self._slurm is None:
+            self._end_frozen()
         sys.stdout.flush()
         sys.stderr.flush()
         self._exit(code)
         self.code = code
         self._over.set()
+
+    def _end_frozen(self) -> None:
+        """Kill the ranks beside this one that don't leave: a stopped process hears of nothing.
+
+        Where there is no Slurm nobody else does, and whoever waits for them would wait for ever.
+        """
+        until = time.monotonic() + _LEAVE_S
+        while (left := self._others_here()) and time.monotonic() < until:
+            time.sleep(0.05)
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _others_here(self) -> list[int]:
+        here = socket.gethostname()
+        return [
+            member.pid
+            for member in self.hub.members().values()
+            if member.connected and member.host == here and member.pid != os.getpid()
+        ]
 
     @property
     def reason(self) -> str:

@@ -47,6 +47,8 @@ _DEVIATIONS = 6.0
 _FEW = 32
 _ABOVE_HIGHEST = 2.0
 _OF_LEVEL = 0.25
+#: So much of how far the loss has fallen: from 8 to 1e-6, a loss of 1e-5 is as good as none.
+_OF_FALL = 0.02
 #: One of so many losses (norms) may be higher than what is called the highest.
 _STRAY = 32
 
@@ -104,6 +106,8 @@ class Spikes:
         self._free_until = -1
         self._step = -1
         self._unanswered: int | None = None
+        #: The highest level that was ever usual: of what has fallen far, a little is no spike.
+        self.summit = -math.inf
         self._outliers = 0
         self._strays: deque[int] = deque(maxlen=_COMMON)  # the last outliers
 
@@ -220,11 +224,13 @@ class Spikes:
         if len(self._losses) < _LEAST_LOSSES:
             return math.inf
         level, deviation, highest = self._losses.summary()
+        self.summit = max(self.summit, level)
         doubt = 1.0 + _FEW / len(self._losses)
         above = max(
             _DEVIATIONS * doubt * deviation,
             _ABOVE_HIGHEST * doubt * (highest - level),
             _OF_LEVEL * abs(level),
+            _OF_FALL * (self.summit - level),
         )
         # A loss that is always 0 has no scale.
         return level + above if above > 0.0 else math.inf

@@ -92,7 +92,12 @@ def assemble(
     boundaries = Boundaries(member, act)
     watch = None
     if saver.keeping is not None:
-        watch = SpikeWatch(member.send, context.spec.recovery, noted=saver.keeping.say)
+        watch = SpikeWatch(
+            member.send,
+            context.spec.recovery,
+            noted=saver.keeping.say,
+            may_go_back=lambda: saver.keeping is not None and saver.keeping.has_usable,
+        )
     injecting = Injecting(
         context.spec.inject,
         rank=context.rank,

@@ -124,7 +124,12 @@ def _plain_parameters(registry: Registry | None) -> list[torch.Tensor]:
     """Parameters that gradients arrive at in a backward; none if any is sharded."""
     if registry is None:
         return []
-    found: list[torch.Tensor] = []
-    for model in registry.models.values():
-        found += [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Those that somebody updates: an average of the weights gets no gradient.
+    found: list[torch.Tensor] = [
+        parameter
+        for optimizer in registry.optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
     return [] if any(isinstance(p, DTensor) for p in found) else found

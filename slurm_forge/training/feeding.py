@@ -179,7 +179,8 @@ class Feeding:
         """Samples per forward pass: what is asked, the plan, and what other runs have learned."""
         plan, brief = self._parts.in_force.plan.micro_batch, self._context.brief
         spec = self._context.spec
-        shrinks = may_shrink(spec.recovery, batch_coupled=spec.batch_coupled)
+        # What runs out of memory on purpose teaches nothing about real runs.
+        shrinks = may_shrink(spec.recovery, batch_coupled=spec.batch_coupled) and not spec.inject
         if self._context.rank == 0 and shrinks:
             self._learning = Learning(
                 self._context.directory,

@@ -17,6 +17,8 @@ class Progress:
     consumed: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    #: The highest loss that was usual, as rank 0 has seen it.
+    loss_summit: float | None = None
     phases: dict[str, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -27,6 +29,7 @@ class Progress:
             "consumed": self.consumed,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_summit": self.loss_summit,
             "phases": dict(self.phases),
             "extra": dict(self.extra),
         }
@@ -37,6 +40,8 @@ class Progress:
         self.consumed = int(body["consumed"])
         self.skipped = int(body["skipped"])
         self.skipped_in_a_row = int(body["skipped_in_a_row"])
+        summit = body.get("loss_summit")  # checkpoints from before have none
+        self.loss_summit = None if summit is None else float(summit)
         self.phases = {str(name): int(step) for name, step in body["phases"].items()}
         self.extra.clear()
         self.extra.update(body["extra"])

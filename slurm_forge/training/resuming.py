@@ -86,7 +86,7 @@ class Resuming:
         parts.stepping.stepped = False
         if parts.watch is not None and name is not None:
             losses = values(parts.trail.snapshot())
-            parts.watch.restarted(losses, name.step)
+            parts.watch.restarted(losses, name.step, summit=parts.progress.loss_summit)
 
     def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:
         parts = self._parts
@@ -113,7 +113,11 @@ class Resuming:
         if name is not None:
             self._watch_first_steps(name, exact=exact)
             if parts.watch is not None and not again:
-                parts.watch.restarted(values(parts.trail.snapshot()), name.step)
+                parts.watch.restarted(
+                    values(parts.trail.snapshot()),
+                    name.step,
+                    summit=parts.progress.loss_summit,
+                )
             parts.hooks.call("on_resume", step=parts.progress.step)
         return name
 

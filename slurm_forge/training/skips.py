@@ -37,6 +37,8 @@ __all__ = ["LaunchGivenUp", "Skips", "Taken"]
 
 #: A step is not examined again so soon: a run that skips every tenth would train at half its speed.
 _STEPS_BETWEEN_EXAMINATIONS = 100
+#: But for the first ones of a launch.
+_EXAMINATIONS = 50
 #: Steps whose samples are remembered.
 _REMEMBERED = 256
 #: One batch without anything to predict is no trouble.
@@ -103,6 +105,7 @@ class Skips:
         self._names: Mapping[int, str] | None = None
         self._ours = False
         self._examined_at: int | None = None
+        self._examinations = 0
         self._bad_losses = 0
         #: The last steps and their samples, for an incident that is noticed later.
         self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
@@ -170,6 +173,7 @@ class Skips:
                 self._skipped(taken, readings)
             if self._watch is not None:
                 self._watch.taken(taken.step, _together(readings))
+                self._progress.loss_summit = self._watch.summit
 
     def _look_at_loss(self, taken: Taken, loss: float) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
@@ -265,8 +269,9 @@ class Skips:
         if finite or self._row_examined:
             return
         self._row_examined = True
-        again = self._examined_at
-        if again is not None and 0 <= taken.step - again < _STEPS_BETWEEN_EXAMINATIONS:
+        again, self._examinations = self._examined_at, self._examinations + 1
+        soon = again is not None and 0 <= taken.step - again < _STEPS_BETWEEN_EXAMINATIONS
+        if soon and self._examinations > _EXAMINATIONS:
             return
         self._examined_at = taken.step
         # Where a later step was applied the weights have moved on: nothing can be computed again.

@@ -68,12 +68,14 @@ class SpikeWatch:
         clock: Callable[[], float] = time.monotonic,
         *,
         noted: Callable[[str], None] | None = None,
+        may_go_back: Callable[[], bool] = lambda: True,
     ) -> None:
         ladder = policy.ladder(Cause.LOSS_SPIKE)
         skips = skips_allowed(policy, Cause.LOSS_SPIKE)
         self._send = member_send
         self._clock = clock
         self._noted = noted
+        self._may_go_back = may_go_back
         self._on = bool(ladder)
         self._limits = skips > 0
         #: What was proposed last, until somebody has decided on it.
@@ -100,12 +102,14 @@ class SpikeWatch:
         if spikes.outliers != self._told_outliers:
             self._tell_outliers()
 
-    def restarted(self, losses: Sequence[float], step: int) -> None:
+    def restarted(self, losses: Sequence[float], step: int, *, summit: float | None = None) -> None:
         """After a resume or rollback to ``step``; ``losses`` are its last ones, oldest first.
 
         No limit is in force then: it goes with the weights that it was learned from.
         """
         self.open = None
+        if summit is not None:
+            self._spikes.summit = max(self._spikes.summit, summit)
         self._spikes.restart(losses, step)
         self.limit_in_force(None)
 
@@ -119,7 +123,18 @@ class SpikeWatch:
         self.open = None
         self._spikes.tolerate()
 
+    @property
+    def summit(self) -> float | None:
+        """The highest usual loss so far; goes into checkpoints."""
+        return self._spikes.summit if math.isfinite(self._spikes.summit) else None
+
     def _found(self, anomaly: Anomaly) -> None:
+        if not self._may_go_back():
+            # To begin anew because of a loss costs more than a loss may.
+            self._spikes.tolerate()
+            text = "told only: there is no checkpoint to go back to yet"
+            self._note(f"since step {anomaly.onset}: {anomaly.text}; {text}")
+            return
         self.open = anomaly
         self._send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 

@@ -83,3 +83,16 @@ class Decision:
     rung: int | None = None
     #: The checkpoint that a rollback goes back to; younger ones are not resumed from any more.
     target: str | None = None
+
+    @classmethod
+    def about(
+        cls, incident: Incident, action: Action | str, *, plan: RecoveryPlan, reason: str = ""
+    ) -> Decision:
+        """What a hook answers: ``plan`` is ``run.recovery``, or that with something replaced."""
+        return cls(
+            incident_id=incident.id,
+            cause=incident.cause,
+            action=Action(action),
+            reason=reason,
+            plan=plan,
+        )

@@ -30,13 +30,17 @@ def train(run: forge.Run) -> None:
     model[1].eval()  # the same function of each sample, whatever the micro-batch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.register(model=model, optimizer=optimizer)
+
+    def compute_loss(micro: Any) -> torch.Tensor:
+        if len(micro[1]) > run.args.get("fit", 99):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return F.cross_entropy(model(micro[0].double()), micro[1])
+
     lines = []
     for batch in run.batches(
         Samples(), global_batch_size=16, micro_batch_size=8, until=forge.Steps(12)
     ):
-        loss = run.train_step(
-            batch, lambda micro: F.cross_entropy(model(micro[0].double()), micro[1])
-        )
+        loss = run.train_step(batch, compute_loss)
         lines.append([run.step_number, [i for _, i in batch.sample_ids], float(loss)])
     (run.directory / "steps").write_text(json.dumps(lines))
     torch.save([p.detach() for p in model.parameters()], run.directory / "weights.pt")
@@ -67,9 +71,16 @@ def test_the_step_is_taken_with_smaller_micro_batches_and_the_same_samples(tmp_p
 
 
 def test_what_was_learned_is_known_to_the_next_run(tmp_path: Path) -> None:
-    outcome(tmp_path, "first", inject=["oom@5x100:above=4:always"])
-    state, _, _ = outcome(tmp_path, "second", inject=["oom@5x100:above=4:always"])
+    state, _, _ = outcome(tmp_path, "first", args={"fit": 4})
+    assert len(state.attempts[0].incidents) == 1
+    state, _, _ = outcome(tmp_path, "second", args={"fit": 4})
     assert state.attempts[0].incidents == (), "it began with what fits"
+
+
+def test_nothing_is_learned_from_a_rehearsal(tmp_path: Path) -> None:
+    outcome(tmp_path, "first", inject=["oom@5x100:above=4:always"])
+    state, _, _ = outcome(tmp_path, "second", args={"fit": 4})
+    assert len(state.attempts[0].incidents) == 1
 
 
 def test_a_batch_coupled_job_is_never_shrunk(tmp_path: Path) -> None:

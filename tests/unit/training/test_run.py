@@ -595,9 +595,7 @@ def test_a_bad_step_is_skipped_and_its_samples_are_gone(lab):
 
 
 def test_too_many_in_a_row_give_the_launch_up_without_a_save(lab):
-    made = lab(
-        recovery={"non_finite": [{"do": "skip", "times": 2}]}, checkpoint={"every_steps": 1}
-    )
+    made = lab(recovery={"non_finite": [{"do": "skip", "times": 2}]}, checkpoint={"every_steps": 1})
     run, channel = made.start()
     with pytest.raises(LaunchGivenUp):
         train(run, prepared(run), 9, bad=(2, 3, 4))
