@@ -370,3 +370,24 @@ def test_nonsense_is_refused(body: str) -> None:
 def test_any_other_text_is_refused(text: str) -> None:
     with pytest.raises(ControlChannelError):
         announced(text)
+
+
+def test_a_loss_that_has_fallen_far_may_swing_at_the_bottom() -> None:
+    """From 8 to a millionth: six millionths are as good as none, and nothing to go back for."""
+    spikes, found = Spikes(), []
+    falling = [8.0 * math.exp(-step / 60.0) + 1e-6 * (1 + step % 3) for step in range(3000)]
+    for step, loss in enumerate([*falling, *[6e-6, 4e-5, 9e-6] * 20, *[2.0] * 4]):
+        found.append(spikes.note(step, loss=loss, norm=1.0, applied=True))
+    seen = [anomaly for anomaly in found if anomaly is not None]
+    assert len(seen) == 1
+    assert seen[0].onset == 3060, "a quarter of the way back up is something else"
+
+
+def test_what_was_usual_at_first_is_known_after_a_resume() -> None:
+    spikes = Spikes()
+    spikes.summit = 8.0
+    spikes.restart([1e-6 * (1 + step % 3) for step in range(64)], at=64)
+    losses = [*[1e-6] * 50, *[6e-6] * 20]
+    assert not any(
+        spikes.note(65 + n, loss=loss, norm=1.0, applied=True) for n, loss in enumerate(losses)
+    )
