@@ -16,7 +16,10 @@ ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in ALL}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    # Whatever started the tests: nohup has SIGHUP ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
