@@ -26,8 +26,9 @@ from slurm_forge.training.findings import (
     put_together,
     shortened,
 )
-from slurm_forge.training.looking import below, modules_of, names_of, plain_values, tensors_in
+from slurm_forge.training.looking import below, modules_of, plain_values, tensors_in
 from slurm_forge.training.loss import Loss
+from slurm_forge.training.norms import parameter_names
 from slurm_forge.training.order import SampleId
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.replaying import (
@@ -176,7 +177,7 @@ class Examiner:
 
     def _bad_state(self) -> Iterator[str]:
         """What is not finite in memory: weights, buffers, what optimizers keep."""
-        names = names_of(self._registry.models)
+        names = parameter_names(self._registry.models)
         found = 0
         for what, tensor, may_be_infinite in self._state(names):
             word = _word(tensor, may_be_infinite)

@@ -115,7 +115,7 @@ class Feeding:
         The samples and the global batch stay what they are.
         """
         source = self._feeding
-        if source is None or not batch.sample_ids:
+        if source is None or not self.owns(batch):
             return None
         again = source.smaller(batch, micro_batch)
         source.shrink(micro_batch)
@@ -201,10 +201,8 @@ class Feeding:
 
     def _take_over(self, asked: Asked, order: SampleOrder) -> None:
         """What a new plan says of the micro-batch."""
-        planned, share = (
-            self._parts.in_force.plan.micro_batch,
-            order.share(self._context.world_size),
-        )
+        planned = self._parts.in_force.plan.micro_batch
+        share = order.share(self._context.world_size)
         if planned is not None and planned < self._resuming.micro_batch:
             self._resuming.micro_batch = fitting_micro_batch(share, planned)
 

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from slurm_forge.checkpoint.models import name_parameters, wrapped_attribute
+from slurm_forge.checkpoint.models import wrapped_attribute
+from slurm_forge.training.norms import parameter_names
 
 __all__ = [
     "Lookout",
     "Seen",
     "below",
     "modules_of",
-    "names_of",
     "plain_values",
     "tensors_in",
 ]
@@ -57,7 +57,7 @@ class Lookout:
         # By id, with the parameter itself, so that its id is not used again.
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
         parameters = {id(p): p for model in models.values() for p in model.parameters()}
-        for key, name in names_of(models).items():
+        for key, name in parameter_names(models).items():
             if key in parameters:
                 self._names[key] = parameters[key], name
         self._paths: list[str] = []
@@ -150,7 +150,7 @@ class Lookout:
     def _learn(self, path: str, module: nn.Module) -> None:
         """The names of parameters that FSDP2 has just gathered: they are tensors of their own."""
         gathered = {id(p): p for p in module.parameters()}
-        for key, name in names_of({"": module}).items():
+        for key, name in parameter_names({"": module}).items():
             if key not in self._names:
                 self._names[key] = gathered[key], below(path, name)
 
@@ -169,14 +169,6 @@ class Lookout:
             return grad.new_zeros(()).expand_as(grad) if plain else None
 
         return look
-
-
-def names_of(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Parameters by ``id``: under names without wrappers, of one model without the model's."""
-    return {
-        key: named.fqn if len(models) == 1 else f"{named.model}.{named.fqn}"
-        for key, named in name_parameters(models).items()
-    }
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -229,7 +221,7 @@ def _badness(smallest: float, largest: float) -> int:
 def modules_of(
     models: Mapping[str, nn.Module], *, compiled: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, named as ``names_of`` does it; with ``compiled`` what is compiled, too."""
+    """Every module once, named as parameters are; with ``compiled`` what is compiled, too."""
     seen: set[nn.Module] = set()
     for name, model in models.items():
         yield from _walk(model, name if len(models) > 1 else "", compiled, seen)

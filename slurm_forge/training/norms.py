@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from slurm_forge.checkpoint.models import name_parameters
+
 __all__ = ["Gradients", "NormParts", "ParameterNorm", "clip_factor", "parameter_names"]
 
 #: As torch.nn.utils.clip_grad_norm_ has it.
@@ -72,11 +74,10 @@ class NormParts:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """``id`` of every parameter to its name, for ``blame``; of one model without the model's."""
+    """``id`` of every parameter to its name without wrappers; of one model without the model's."""
     return {
-        id(parameter): name if len(models) == 1 else f"{model}.{name}"
-        for model, module in models.items()
-        for name, parameter in module.named_parameters()
+        key: named.fqn if len(models) == 1 else f"{named.model}.{named.fqn}"
+        for key, named in name_parameters(models).items()
     }
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 from slurm_forge.errors import ForgeError
 
-__all__ = ["LoaderKilledError", "Memory", "is_out_of_memory", "memory_that_ran_out"]
+__all__ = ["LoaderKilledError", "Memory", "memory_that_ran_out"]
 
 
 class Memory(str, Enum):
@@ -56,11 +56,6 @@ _HOST_TEXTS = (
 )
 #: A cause of a cause of a cause …: programs build no longer chains than this.
 _DEEPEST = 16
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of whatever kind: a smaller micro-batch may cure it."""
-    return memory_that_ran_out(error) is not None
 
 
 def memory_that_ran_out(error: BaseException) -> Memory | None:

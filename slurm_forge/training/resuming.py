@@ -80,13 +80,10 @@ class Resuming:
                 if isinstance(part, FSDPModule):
                     part.reshard()  # an evaluation leaves the root whole, and with its old weights
         with parts.boundaries.meanwhile("load"):
-            name = self._load(settled=True, again=True)
+            self._load(settled=True, again=True)
         parts.boundaries.rewound()
         self._member.rewound(Position(parts.progress.step, turn=parts.boundaries.turn))
         parts.stepping.stepped = False
-        if parts.watch is not None and name is not None:
-            losses = values(parts.trail.snapshot())
-            parts.watch.restarted(losses, name.step, summit=parts.progress.loss_summit)
 
     def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:
         parts = self._parts
@@ -112,7 +109,7 @@ class Resuming:
             )
         if name is not None:
             self._watch_first_steps(name, exact=exact)
-            if parts.watch is not None and not again:
+            if parts.watch is not None:
                 parts.watch.restarted(
                     values(parts.trail.snapshot()),
                     name.step,

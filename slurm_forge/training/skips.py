@@ -24,7 +24,7 @@ from slurm_forge.training.batches import Batch
 from slurm_forge.training.examining import Examination, Examiner, Generators
 from slurm_forge.training.guard import Applied
 from slurm_forge.training.injecting import Injecting
-from slurm_forge.training.looking import names_of
+from slurm_forge.training.norms import parameter_names
 from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.spikes import SpikeWatch
@@ -281,7 +281,7 @@ class Skips:
         replay = None if moved else taken.compute_loss
         without = "the weights have moved on" if moved else ""
         if self._names is None:
-            self._names = names_of(self._registry.models)
+            self._names = parameter_names(self._registry.models)
         blame = [part for each in taken.applied for part in each.blame(self._names)]
         with self._injecting.replay():
             self._examination = self._examiner.examine(
@@ -301,8 +301,8 @@ class Skips:
             found = ()  # with the first step of the row
         else:
             self._told_evidence = found
-        large = [f"{reading.norm:.4g}" for reading in readings if reading.finite]
-        if large and not all(reading.applied for reading in readings):
+        large = [f"{each.norm:.4g}" for each in readings if each.finite and not each.applied]
+        if large:
             found = (Evidence("gradient norm", f"{', '.join(large)}: above the limit"), *found)
         with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
             self._journal.write(
