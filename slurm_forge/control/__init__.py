@@ -7,11 +7,12 @@ talks only when somebody wants something.
 from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
 from slurm_forge.control.gathering import Gathering, Place
 from slurm_forge.control.hub import Hub, HubEvent, MemberView
-from slurm_forge.control.member import Member
+from slurm_forge.control.member import HUB_GONE, Member
 from slurm_forge.control.protocol import Request, RequestKind
 
 __all__ = [
     "BRIEF_KEY",
+    "HUB_GONE",
     "Gathering",
     "Hub",
     "HubEvent",

@@ -20,7 +20,10 @@ from slurm_forge.control.gathering import Agreement
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
-__all__ = ["Member"]
+__all__ = ["HUB_GONE", "Member"]
+
+#: Why a member leaves whose channel ended without a word: its host was killed, or the network is.
+HUB_GONE = "the hub is gone"
 
 _BEAT_S = 1.0
 
@@ -203,7 +206,7 @@ class Member:
                 except OSError:
                     data = b""
                 if not data:
-                    return "the hub is gone"
+                    return HUB_GONE
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
                     reason = self._take(p.decode(line))

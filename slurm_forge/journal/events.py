@@ -29,10 +29,12 @@ __all__ = [
     "EpochEnded",
     "Event",
     "Finished",
+    "Held",
     "IncidentSeen",
     "LaunchEnded",
     "LaunchStarted",
     "Logged",
+    "NodesStruck",
     "Note",
     "NoticeSeen",
     "ProbeMeasured",
@@ -335,6 +337,35 @@ class RequeueFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The job waits in the queue, held: whoever releases it lets the run go on.
+
+    ``restart_count`` is that of the attempt which asked for it; a later start was released.
+    """
+
+    job: str
+    restart_count: int
+    reason: str
+    kind: Literal["held"] = "held"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesStruck:
+    """Nodes that an incident started on were noted in the node ledger.
+
+    ``excluded`` are those of them that are left out from now on, ``until`` the earliest time at
+    which one of those may be used again.
+    """
+
+    nodes: tuple[str, ...]
+    cause: str
+    incident_id: str = ""
+    excluded: tuple[str, ...] = ()
+    until: float | None = None
+    kind: Literal["nodes_struck"] = "nodes_struck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnded:
     """All ranks of a launch are gone."""
 
@@ -402,6 +433,8 @@ Event = Annotated[
     | RequeueIntended
     | RequeueDone
     | RequeueFailed
+    | Held
+    | NodesStruck
     | LaunchEnded
     | AttemptEnded
     | Finished

@@ -112,7 +112,11 @@ def advance(state: RunState, record: Record) -> RunState:
             return state if overtaken else _submitted(replace(state, job=event.job))
         case ev.UserAsked() if event.verb in _GO_ON:
             overtaken = any(a.started > time for a in state.attempts)
-            return state if overtaken else _submitted(state)
+            return (
+                state
+                if overtaken
+                else _submitted(replace(state, asked=max(time, state.asked or time)))
+            )
         case ev.AttemptStarted():
             attempt = AttemptState(
                 number=record.attempt, job=event.job, nodes=event.nodes, via=event.via, started=time
@@ -123,6 +127,7 @@ def advance(state: RunState, record: Record) -> RunState:
                 job=event.job,
                 attempts=(*state.attempts, attempt),
                 open_intent=None,
+                held=None,
                 reason="",
             )
         case ev.DecisionTaken():
@@ -142,6 +147,10 @@ def advance(state: RunState, record: Record) -> RunState:
                 open_intent=None,
                 job=event.successor or event.job,
             )
+        case ev.Held():
+            return replace(state, held=event, open_intent=None)
+        case ev.RequeueFailed() if state.held is not None:
+            return replace(state, held=None)  # written before Slurm was asked, which refused it
         case ev.AttemptEnded():
             changed = _in_attempt(
                 state, record, lambda a: replace(a, ended=time, outcome=event.outcome)
@@ -209,13 +218,13 @@ def advance(state: RunState, record: Record) -> RunState:
 
 
 #: What a person asks with for a run to go on, whatever it rests for.
-_GO_ON = frozenset({"submit", "run", "requeue"})
+_GO_ON = frozenset({"submit", "run", "requeue", "release"})
 
 
 def _submitted(state: RunState) -> RunState:
     if state.status is RunStatus.FINISHED:
         return state
-    return replace(state, status=RunStatus.SUBMITTED, reason="")
+    return replace(state, status=RunStatus.SUBMITTED, held=None, reason="")
 
 
 def _in_attempt(

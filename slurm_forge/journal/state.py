@@ -103,7 +103,11 @@ class RunState:
     high_water: int = 0
     committed_step: int | None = None
     open_intent: ev.RequeueIntended | None = None
+    #: How the job waits in the queue until somebody releases it, if it does.
+    held: ev.Held | None = None
     reason: str = ""
+    #: When a person last asked for the run to go on.
+    asked: float | None = None
     applied: frozenset[str] = frozenset()
     #: The checkpoints that are there, as far as the journal tells.
     known: Known = ()

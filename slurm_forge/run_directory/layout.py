@@ -103,6 +103,10 @@ class RunDirectory:
         """What a rank that ran out of memory wrote about where it had gone."""
         return self.attempt(attempt) / f"oom-rank{rank}-launch{launch}.txt"
 
+    def last_words(self, attempt: int, launch: int, rank: int) -> Path:
+        """What a rank wrote that failed and could not say so over the control channel."""
+        return self.attempt(attempt) / f"last-words-l{launch}-r{rank}.json"
+
     def rendezvous(self, key: str) -> Path:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
         return self.attempts / f"rendezvous-{key}.json"

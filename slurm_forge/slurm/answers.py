@@ -65,6 +65,8 @@ class RequeueOutcome(str, Enum):
     TRY_AGAIN = "try_again"
     #: Refused with a message that is in none of the lists.
     REFUSED = "refused"
+    #: The command does not exist here.
+    NO_COMMAND = "no_command"
     #: No answer: it may or may not have happened.
     UNREACHABLE = "unreachable"
 

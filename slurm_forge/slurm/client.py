@@ -29,6 +29,7 @@ from slurm_forge.slurm.parsing import (
     parse_config,
     parse_job_id,
     parse_jobs,
+    parse_nodes,
     parse_partitions,
     parse_queue,
 )
@@ -37,6 +38,7 @@ from slurm_forge.slurm.records import (
     AccountingRecord,
     ConfigRecord,
     JobRecord,
+    NodeRecord,
     PartitionRecord,
     QueueRecord,
 )
@@ -62,12 +64,15 @@ class JobUpdate:
     limit.  ``exclude_nodes=()`` clears the list.  ``memory_per_node`` is in bytes, rounded up to
     MiB.  ``start_after`` counts from now; zero starts a waiting job as soon as there is room.  In
     the second of a requeue that is fatal: slurmd still refuses the job's credential and Slurm ends
-    it for good ("Job credential revoked", tried on 22.05.8), so leave some seconds.
+    it for good ("Job credential revoked", tried on 22.05.8), so leave some seconds.  ``num_nodes``
+    without ``num_tasks`` has no effect on a job that was submitted with tasks per node, and takes
+    nodes from one that runs (tried on 22.05.8).
     """
 
     exclude_nodes: Sequence[str] | None = None
     time_limit: timedelta | None = None
     num_nodes: int | None = None
+    num_tasks: int | None = None
     memory_per_node: int | None = None
     start_after: timedelta | None = None
     requeue: bool | None = None
@@ -81,7 +86,10 @@ class JobUpdate:
         if self.time_limit is not None:
             wanted.append(f"TimeLimit={format_slurm_duration(self.time_limit)}")
         if self.num_nodes is not None:
-            wanted.append(f"NumNodes={self.num_nodes:d}")
+            exactly = f"{self.num_nodes:d}-{self.num_nodes:d}"
+            wanted.append(f"NumNodes={exactly}")
+        if self.num_tasks is not None:
+            wanted.append(f"NumTasks={self.num_tasks:d}")
         if self.memory_per_node is not None:
             wanted.append(f"MinMemoryNode={-(-self.memory_per_node // (1 << 20)):d}")
         if self.start_after is not None:
@@ -125,6 +133,10 @@ class Slurm(Protocol):
 
     def show_partitions(self) -> tuple[PartitionRecord, ...]:
         """Every partition that this user may see."""
+        ...
+
+    def show_nodes(self, names: Sequence[str]) -> tuple[NodeRecord, ...]:
+        """Those of the named nodes that Slurm knows, in one call."""
         ...
 
     def show_config(self) -> ConfigRecord:
@@ -222,6 +234,15 @@ class SubprocessSlurm:
         """See ``Slurm``."""
         return parse_partitions(_accepted(self._ask("scontrol", "show", "partition")).stdout)
 
+    def show_nodes(self, names: Sequence[str]) -> tuple[NodeRecord, ...]:
+        """See ``Slurm``.  Nothing is run for no names."""
+        if not names:
+            return ()
+        done = self._ask("scontrol", "show", "node", fold_nodes(names))
+        # With one name of many that it does not know it fails, after it has answered.
+        known = done.returncode == 1 and re.search(r"^Node \S+ not found$", done.stdout, re.M)
+        return parse_nodes((done if known else _accepted(done)).stdout)
+
     def show_config(self) -> ConfigRecord:
         """See ``Slurm``."""
         return parse_config(_accepted(self._ask("scontrol", "show", "config")).stdout)
@@ -274,7 +295,9 @@ class SubprocessSlurm:
         try:
             done = self._ask("scontrol", verb, _job(job))
         except SlurmUnreachableError as error:
-            return RequeueReply(RequeueOutcome.UNREACHABLE, error.stderr)
+            missing = error.returncode == _NOT_THERE
+            outcome = RequeueOutcome.NO_COMMAND if missing else RequeueOutcome.UNREACHABLE
+            return RequeueReply(outcome, error.stderr)
         return RequeueReply(requeue_outcome(done), done.stderr.strip())
 
     def _ask(self, *argv: str) -> Completed:
@@ -288,7 +311,7 @@ class SubprocessSlurm:
         except OSError as error:
             raise SlurmUnreachableError(
                 argv,
-                127,
+                _NOT_THERE,
                 f"{argv[0]} can't be started: {error.strerror or error}",
                 next_step=_NO_SLURM,
             ) from None
@@ -300,6 +323,8 @@ class SubprocessSlurm:
         return done
 
 
+#: What shells say of a command that does not exist.
+_NOT_THERE = 127
 _TRY_LATER = "See whether `scontrol ping` answers, and try again when it does."
 _NO_SLURM = (
     "On a cluster, load its Slurm module or go to a login node.\n"

@@ -13,6 +13,7 @@ from slurm_forge.units import parse_slurm_duration
 
 __all__ = [
     "split_job_records",
+    "split_node_records",
     "split_partition_records",
     "to_exit_code",
     "to_limit",
@@ -40,6 +41,7 @@ _FREE = (
     "StdIn",
     "StdOut",
 )
+_FREE_OF_NODES = re.compile(r"   (?P<key>Reason|Comment|Extra|OS)=(?P<value>.*)")
 _FREE_REST_OF_LINE = re.compile(rf"(?:^|(?<=\s))(?P<key>{'|'.join(_FREE)})=(?P<value>.*)", re.S)
 _AFTER_NAME = re.compile(r"\s(?=(?:SLUID|HetJobIdSet|UserId)=)")
 # In the form with several lines: what comes between the name and the user, and the user.
@@ -77,6 +79,21 @@ def split_job_records(text: str) -> list[dict[str, str]]:
 def split_partition_records(text: str) -> list[dict[str, str]]:
     """Keys and values of every record in the output of ``scontrol show partition``."""
     return [_pairs(" ".join(block.split())) for block in _blocks(text, "PartitionName=")]
+
+
+def split_node_records(text: str) -> list[dict[str, str]]:
+    """Keys and values of every record in the output of ``scontrol show node``, without -o.
+
+    What administrators write freely (``Reason=``) is the rest of its line.
+    """
+    records: list[dict[str, str]] = []
+    for block in _blocks(text, "NodeName="):
+        found: dict[str, str] = {}
+        for line in block.split("\n"):
+            free = _FREE_OF_NODES.fullmatch(line)
+            _add(found, _pairs(line) if free is None else {free["key"]: free["value"].strip()})
+        records.append(found)
+    return records
 
 
 def to_optional(text: str | None) -> str | None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.slurm.fields import (
     split_job_records,
+    split_node_records,
     split_partition_records,
     to_exit_code,
     to_limit,
@@ -25,6 +26,7 @@ from slurm_forge.slurm.records import (
     AccountingRecord,
     ConfigRecord,
     JobRecord,
+    NodeRecord,
     PartitionRecord,
     QueueRecord,
 )
@@ -38,6 +40,7 @@ __all__ = [
     "parse_config",
     "parse_job_id",
     "parse_jobs",
+    "parse_nodes",
     "parse_partitions",
     "parse_queue",
 ]
@@ -52,6 +55,8 @@ _USER = re.compile(r"(?P<name>.*)\((?P<id>[0-9]{1,10})\)")
 _COUNT = re.compile(r"(?P<low>[0-9]{1,10})(?:-[0-9]{1,10})?")
 _CONFIG_LINE = re.compile(r"(?P<key>[A-Za-z][A-Za-z0-9_]*)\s*= ?(?P<value>.*)")
 _VERSION = re.compile(r"[0-9]+(?:\.[0-9A-Za-z-]+)+")
+#: scontrol adds who gave the reason, and when.
+_GIVEN = re.compile(r"(?P<reason>.*?) ?\[(?P<by>[^\s\[\]@]+)@(?P<time>[^\s\[\]]+)\]")
 _SUBMITTED = re.compile(r"(?P<id>[0-9]{1,10})(?:;(?P<cluster>\S+))?")
 
 
@@ -72,6 +77,17 @@ def parse_partitions(text: str) -> tuple[PartitionRecord, ...]:
     if not fields and "No partitions in the system" not in text:
         raise _not_understood("scontrol show partition", "no PartitionName= in it", text)
     return tuple(_partition(_Fields("scontrol show partition", values)) for values in fields)
+
+
+def parse_nodes(text: str, zone: tzinfo | None = None) -> tuple[NodeRecord, ...]:
+    """Every record in the output of ``scontrol show node``, in the form with several lines.
+
+    Nodes that it says are not found are left out.
+    """
+    fields = split_node_records(text)
+    if not fields and not re.search(r"^Node \S+ not found$|No nodes in the system", text, re.M):
+        raise _not_understood("scontrol show node", "no NodeName= in it", text)
+    return tuple(_node(_Fields("scontrol show node", values, zone)) for values in fields)
 
 
 def parse_config(text: str) -> ConfigRecord:
@@ -239,13 +255,38 @@ def _partition(read: _Fields) -> PartitionRecord:
     )
 
 
+def _node(read: _Fields) -> NodeRecord:
+    reason = read.text("Reason")
+    given = None if reason is None else _GIVEN.fullmatch(reason)
+    # The short form of older versions: IDLE*+DRAIN.
+    state = read.required("State").upper().replace("*", "+NOT_RESPONDING")
+    return NodeRecord(
+        name=read.required("NodeName"),
+        state=tuple(flag for flag in state.split("+") if flag),
+        reason=reason if given is None else given["reason"],
+        reason_by=None if given is None else given["by"],
+        reason_time=None if given is None else _time_or_none(given["time"], read.zone),
+        boot_time=read.time("BootTime"),
+        slurmd_start_time=read.time("SlurmdStartTime"),
+        partitions=read.options("Partitions"),
+    )
+
+
+def _time_or_none(text: str, zone: tzinfo | None) -> datetime | None:
+    # Anybody may write something in brackets at the end of a reason.
+    try:
+        return to_time(text, zone)
+    except ValueError:
+        return None
+
+
 class _Fields:
     """Reads single values of a record and names the key when one can't be read."""
 
     def __init__(self, command: str, values: Mapping[str, str], zone: tzinfo | None = None) -> None:
         self.command = command
         self._values = values
-        self._zone = zone
+        self.zone = zone
 
     def raw(self, key: str) -> str:
         return self._values.get(key, "")
@@ -266,7 +307,7 @@ class _Fields:
             raise _not_understood(self.command, f"{key}: {error}", self.raw(key)) from None
 
     def time(self, key: str) -> datetime | None:
-        return self.value(key, lambda text: to_time(text, self._zone))
+        return self.value(key, lambda text: to_time(text, self.zone))
 
     def number(self, key: str) -> int | None:
         return self.value(key, _number)

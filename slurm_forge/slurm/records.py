@@ -10,7 +10,14 @@ from datetime import datetime, timedelta
 
 from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, JobState
 
-__all__ = ["AccountingRecord", "ConfigRecord", "JobRecord", "PartitionRecord", "QueueRecord"]
+__all__ = [
+    "AccountingRecord",
+    "ConfigRecord",
+    "JobRecord",
+    "NodeRecord",
+    "PartitionRecord",
+    "QueueRecord",
+]
 
 #: Reasons for which a job stays in the queue until somebody releases it (job_reason_string and
 #: the state descriptions in src/slurmctld/job_mgr.c; spaces are printed as underscores).
@@ -26,6 +33,10 @@ _HELD_REASONS = frozenset(
         "user_env_retrieval_failed_requeued_held",
     }
 )
+
+#: node_state_string_complete in src/common/slurm_protocol_defs.c; "*" is the flag's short form.
+_GONE = frozenset({"DOWN", "NOT_RESPONDING", "ERROR"})
+_NO_NEW_JOB = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING"})
 
 #: slurm.conf man page, AuthInfo: cred_expire is 120 s where it is not set.
 _DEFAULT_CRED_EXPIRE = timedelta(seconds=120)
@@ -132,6 +143,34 @@ class PartitionRecord:
     priority_tier: int | None = None
     qos: str | None = None
     is_default: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """One node.  ``state`` is a base state and its flags: ``("IDLE", "DRAIN", "NOT_RESPONDING")``.
+
+    ``reason`` is why it is drained or down, in the words of ``reason_by`` at ``reason_time``.
+    A ``slurmd_start_time`` or ``boot_time`` that has changed tells of a restart.
+    """
+
+    name: str
+    state: tuple[str, ...]
+    reason: str | None = None
+    reason_by: str | None = None
+    reason_time: datetime | None = None
+    boot_time: datetime | None = None
+    slurmd_start_time: datetime | None = None
+    partitions: tuple[str, ...] = ()
+
+    @property
+    def is_down(self) -> bool:
+        """Whether Slurm has given it up, or does not hear from it at the moment."""
+        return not _GONE.isdisjoint(self.state)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it gets no new job: drained, draining or failing."""
+        return not _NO_NEW_JOB.isdisjoint(self.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

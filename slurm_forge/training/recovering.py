@@ -263,6 +263,8 @@ class Recovering:
                 incident,
                 batch_coupled=coupled,
                 mem=spec.resources.mem,
+                time=spec.resources.time,
+                now=time.time(),
                 in_process=True,
                 hook=ask,
             )

@@ -370,6 +370,8 @@ class Run:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
         self.restore()
         self._feeding.over()  # also where the program left the loop and kept it
+        # Before anything collective: a rank that is still at it would be waited for without end.
+        self._member.send(p.Through(step=self._progress.step))
         self._recovering.ends_well()
         step = self._progress.step
         self._member.send(p.Through(step=step))

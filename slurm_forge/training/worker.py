@@ -32,7 +32,8 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.spec.run_file import RunFile, read_run_file
-from slurm_forge.training.last_words import cause_of, in_one_line, where
+from slurm_forge.training.farewell import last_words_of, leave_behind
+from slurm_forge.training.leaving import Leaving, show_crashes
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
@@ -60,13 +61,22 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Which rank of how many this process is, and the job it belongs to."""
+    """Which rank of how many this process is, and the job it belongs to.
+
+    ``node`` is what Slurm calls the machine: a host may know itself by another name.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     job: str
     restart_count: int
+    node: str = ""
+
+    @property
+    def host(self) -> str:
+        """The name of the machine for evidence, and for leaving it out."""
+        return self.node or socket.gethostname()
 
 
 def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
@@ -80,6 +90,7 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
             world_size=slurm.ntasks or 1,
             job=slurm.job_ref,
             restart_count=slurm.restart_count,
+            node=slurm.node_name or "",
         )
     return RankPlace(
         rank=local.rank,
@@ -104,22 +115,43 @@ def run_rank(
     ``survives_abort`` is for the rank that hosts the conductor itself.
     """
     begun = time.time()
+    show_crashes(Knobs.from_environ(process_environ()).launch)
     notices = _Notices()
     SignalWatcher(notices.seen)
-    file = read_run_file(directory.spec_file)
-    hosts, port = parse_addresses(channel)
-    member = Member(
-        rank=place.rank,
-        world_size=place.world_size,
-        nonce=nonce,
-        hosts=hosts,
-        port=port,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        on_abort=_stay if survives_abort else _leave,
-    )
+    try:
+        file = read_run_file(directory.spec_file)
+        hosts, port = parse_addresses(channel)
+        member = _Channel(
+            rank=place.rank,
+            world_size=place.world_size,
+            nonce=nonce,
+            hosts=hosts,
+            port=port,
+            host=place.host,
+            pid=os.getpid(),
+            on_abort=_stay
+            if survives_abort
+            else Leaving(directory, rank=place.rank, in_slurm=bool(place.node)),
+        )
+    except Exception as error:
+        words = last_words_of(error, step=0, phase="start", micro_batch=0)
+        leave_behind(directory, words, rank=place.rank, host=place.host)
+        raise
     notices.say_through(member)
     return _Rank(directory, place, file, member, nonce, launch_started or begun).train()
+
+
+class _Channel(Member):
+    """Knows whether something could not be said any more."""
+
+    mute = False
+
+    def _send(self, message: p.Message) -> None:
+        try:
+            super()._send(message)
+        except OSError:
+            self.mute = True
+            raise
 
 
 class _Notices:
@@ -153,7 +185,7 @@ class _Rank:
         directory: RunDirectory,
         place: RankPlace,
         file: RunFile,
-        member: Member,
+        member: _Channel,
         nonce: str,
         launch_started: float,
     ) -> None:
@@ -164,6 +196,7 @@ class _Rank:
         self._nonce = nonce
         self._launch_started = launch_started
         self._run: Any = None
+        self._brief: Any = None
         self._variables = process_environ()
 
     def train(self) -> Result:
@@ -209,6 +242,7 @@ class _Rank:
         imported = time.time()
         member, place, spec = self._member, self._place, self._file.job
         brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
+        self._brief = brief
         device = choose_device(place.local_rank)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
             # Ranks that share a node's cores slow each other down by more than they gain; and a
@@ -233,7 +267,7 @@ class _Rank:
             rank=place.rank,
             local_rank=place.local_rank,
             world_size=place.world_size,
-            host=socket.gethostname(),
+            host=place.host,
             brief=brief,
             directory=self._directory,
             spec=spec,
@@ -267,24 +301,28 @@ class _Rank:
     def _last_words(self, error: BaseException) -> None:
         """Over the channel, never over a collective: the others may be inside one."""
         run = self._run
-        trace = "".join(traceback.format_exception(error))
-        sys.stderr.write(trace)
-        text = f"{type(error).__name__}: {in_one_line(error)}{where(error)}"
-        cause = cause_of(error)
-        if run is not None and cause in (Cause.CUDA_OOM, Cause.HOST_OOM):
+        words = last_words_of(
+            error,
+            step=0 if run is None else run.step_number,
+            phase="start" if run is None else "train",
+            micro_batch=0 if run is None else run.micro_batch,
+        )
+        sys.stderr.write(words.trace)
+        if run is not None and words.cause in (Cause.CUDA_OOM.value, Cause.HOST_OOM.value):
             with contextlib.suppress(Exception):  # the words matter more
                 self._account_for_memory(error)
-        self._member.send(
-            p.Failed(
-                step=0 if run is None else run.step_number,
-                phase="start" if run is None else "train",
-                error=f"{type(error).__module__}.{type(error).__qualname__}",
-                text=text[:2000],
-                trace=trace,
-                cause=cause.value,
-                micro_batch=0 if run is None else run.micro_batch,
+        self._member.send(words)
+        if self._member.mute:
+            known = self._brief
+            attempt, launch = (0, 0) if known is None else (known.attempt, known.launch)
+            leave_behind(
+                self._directory,
+                words,
+                rank=self._place.rank,
+                host=self._place.host,
+                attempt=attempt,
+                launch=launch,
             )
-        )
 
     def _account_for_memory(self, error: BaseException) -> None:
         """Where the memory had gone, for a person to look at; takes two seconds at most."""
@@ -294,7 +332,7 @@ class _Rank:
         info = RankInfo(
             rank=place.rank,
             world_size=place.world_size,
-            host=socket.gethostname(),
+            host=place.host,
             device=str(run.device),
             step=run.step_number,
             micro_batch=run.micro_batch,
@@ -305,13 +343,6 @@ class _Rank:
 
 def _stay(reason: str) -> None:
     del reason
-
-
-def _leave(reason: str) -> NoReturn:
-    """The launch is over: no destructor, no collective, no waiting for data-loader workers."""
-    sys.stderr.write(f"slurm_forge: this rank leaves: {reason}\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -335,6 +366,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = 1 if result.outcome is Outcome.FAILED else 0
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
+    except Exception:
+        sys.stderr.write(traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,6 +19,10 @@ class Action(str, Enum):
     ROLLBACK = "rollback"
     SHRINK_MICRO_BATCH = "shrink_micro_batch"
     RAISE_MEM = "raise_mem"
+    #: Ask for a longer time limit in the queue.
+    RAISE_TIME = "raise_time"
+    #: Come back on fewer nodes; the global batch stays.
+    FEWER_NODES = "fewer_nodes"
     FEWER_WORKERS = "fewer_workers"
     #: Ask the program's on_instability hook.
     HOOK = "hook"
@@ -83,6 +87,8 @@ class Decision:
     rung: int | None = None
     #: The checkpoint that a rollback goes back to; younger ones are not resumed from any more.
     target: str | None = None
+    #: Seconds to wait before the run is started again.
+    wait_s: float = 0.0
 
     @classmethod
     def about(

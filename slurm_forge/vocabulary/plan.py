@@ -28,7 +28,8 @@ class RecoveryPlan:
     (None: as the program asks); the global batch is not a parameter here because it never changes.
     ``skipped`` are windows of the sample stream that are left out, ordered and apart from each
     other.  ``reseeded`` counts how often random numbers (dropout …) were drawn anew; the
-    order of the samples never changes.  ``worker_factor`` scales the data-loader workers.
+    order of the samples never changes.  ``worker_factor`` scales the data-loader workers,
+    ``time_factor`` the time limit; ``nodes`` is how many are asked for (None: as the job says).
     """
 
     lr_factor: float = 1.0
@@ -40,6 +41,8 @@ class RecoveryPlan:
     skipped: tuple[SampleWindow, ...] = ()
     reseeded: int = 0
     worker_factor: float = 1.0
+    time_factor: float = 1.0
+    nodes: int | None = None
 
     def lr_scale(self, step: int) -> float:
         """Factor on the learning rate of optimizer step ``step`` (counted from 0)."""

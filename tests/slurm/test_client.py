@@ -280,6 +280,24 @@ def test_partitions_and_configuration(slurm: SlurmCluster, client: SubprocessSlu
     assert client.show_partition("no-such-partition") is None
 
 
+def test_nodes(slurm: SlurmCluster, client: SubprocessSlurm) -> None:
+    drained, *others = slurm.nodes
+    reason = "disk = bad Partitions=none [gone]"
+    change = ("scontrol", "update", f"NodeName={drained}")
+    slurm.run(*change, "State=DRAIN", f"Reason={reason}")
+    try:
+        shown = {node.name: node for node in client.show_nodes([*slurm.nodes, "no-such-node"])}
+    finally:
+        slurm.run(*change, "State=RESUME")
+    assert set(shown) == set(slurm.nodes)
+    assert (shown[drained].is_drained, shown[drained].reason) == (True, reason)
+    assert not any(shown[name].is_drained or shown[name].is_down for name in others)
+    node = shown[others[0]]
+    assert set(node.partitions) == {partition.name for partition in slurm.spec.partitions}
+    assert node.boot_time is not None and node.slurmd_start_time is not None
+    assert node.boot_time < node.slurmd_start_time <= datetime.now(timezone.utc)
+
+
 def test_the_site_of_the_test_cluster_is_found_and_agrees_with_slurm(
     slurm: SlurmCluster, client: SubprocessSlurm
 ) -> None:

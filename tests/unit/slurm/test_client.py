@@ -177,6 +177,24 @@ def test_a_partition_that_is_not_there_is_none() -> None:
     assert client(Script("Partition nope not found\n", "", 1)).show_partition("nope") is None
 
 
+def test_nodes_are_asked_for_in_one_call_and_unknown_ones_left_out() -> None:
+    script = Script((DATA / "nodes.txt").read_text())
+    slurm = client(script)
+    assert slurm.show_nodes(()) == ()
+    shown = slurm.show_nodes(["s3n1", "s3n2", "s3n3", "s3n4"])
+    assert [node.name for node in shown] == ["s3n1", "s3n2", "s3n3", "s3n4"]
+    assert script.asked == [("scontrol", "show", "node", "s3n[1-4]")]
+    # Recorded, 22.05.8: of several names it answers for those it knows, and fails.
+    answer = "NodeName=n1 Arch=x86_64 \n   State=IDLE ThreadsPerCore=1\n\nNode nope not found\n"
+    partly = client(Script(answer, "", 1))
+    assert [node.name for node in partly.show_nodes(["n1", "nope"])] == ["n1"]
+    assert client(Script("Node nope not found\n", "", 1)).show_nodes(["nope"]) == ()
+    with pytest.raises(SlurmCommandError):
+        client(Script("", "slurm_load_node error: Access/permission denied", 1)).show_nodes(["n1"])
+    with pytest.raises(ConfigError):
+        slurm.show_nodes(["n1;x"])
+
+
 def test_of_an_array_the_wanted_task_is_shown() -> None:
     slurm = client(Script((DATA / "job_array.txt").read_text()))
     assert [record.job_ref for record in slurm.show_tasks("42")] == ["42", "42_2", "42_1"]
@@ -270,7 +288,7 @@ def test_an_update_says_exactly_what_is_to_change() -> None:
             "JobId=5",
             "ExcNodeList=n[1-2,4]",
             "TimeLimit=2-00:00:00",
-            "NumNodes=3",
+            "NumNodes=3-3",
             "MinMemoryNode=2049",
             "StartTime=now+8",
             "Requeue=1",

@@ -18,6 +18,7 @@ from slurm_forge.slurm.parsing import (
     parse_config,
     parse_job_id,
     parse_jobs,
+    parse_nodes,
     parse_partitions,
     parse_queue,
 )
@@ -212,6 +213,48 @@ def test_partitions() -> None:
     assert (preempt.max_nodes, preempt.priority_tier, preempt.qos) == (None, 10, None)
 
 
+def test_nodes() -> None:
+    by_name = {record.name: record for record in parse_nodes(text("nodes"), timezone.utc)}
+    assert list(by_name) == ["s3n1", "s3n2", "s3n3", "s3n4"]
+    busy, dead, drained = by_name["s3n1"], by_name["s3n3"], by_name["s3n4"]
+    assert busy.state == ("MIXED",)
+    assert (busy.reason, busy.is_down, busy.is_drained) == (None, False, False)
+    assert busy.partitions == ("normal", "preempt", "preempt-nograce", "cancel")
+    assert busy.boot_time == datetime.fromtimestamp(1795279718, timezone.utc)
+    assert busy.slurmd_start_time == datetime.fromtimestamp(1795315602, timezone.utc)
+    assert dead.state == ("DOWN", "NOT_RESPONDING")
+    assert (dead.is_down, dead.is_drained) == (True, False)
+    assert (dead.reason, dead.reason_by) == ("Not responding", "root")
+    assert drained.state == ("IDLE", "DRAIN")
+    assert (drained.is_down, drained.is_drained) == (False, True)
+    # Administrators write what they like; the keys in it are none.
+    assert drained.reason == "disk = bad Partitions=x  [gone]"
+    assert drained.partitions == busy.partitions
+    assert drained.reason_time == datetime.fromtimestamp(1795315670, timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("state", "flags"),
+    [
+        ("IDLE*+DRAIN", ("IDLE", "NOT_RESPONDING", "DRAIN")),
+        ("DOWN*", ("DOWN", "NOT_RESPONDING")),
+        ("MIXED+DRAIN+NOT_RESPONDING", ("MIXED", "DRAIN", "NOT_RESPONDING")),
+    ],
+)
+def test_states_of_a_node(state: str, flags: tuple[str, ...]) -> None:
+    (node,) = parse_nodes(f"NodeName=n1 Arch=x86_64\n   State={state} ThreadsPerCore=1\n")
+    assert node.state == flags
+    assert node.is_down
+
+
+def test_a_node_s_reason_without_an_author_and_nodes_that_are_not_there() -> None:
+    (node,) = parse_nodes("NodeName=n1\n   State=DOWN\n   Reason=see [ticket@never]\n")
+    assert (node.reason, node.reason_by, node.reason_time) == ("see", "ticket", None)
+    (node,) = parse_nodes("NodeName=n1\n   State=DOWN\n   Reason=no power\n")
+    assert (node.reason, node.reason_by, node.reason_time) == ("no power", None, None)
+    assert parse_nodes("Node n9 not found\n") == ()
+
+
 def test_configuration() -> None:
     config = parse_config(text("config"))
     assert (config.cluster_name, config.version) == ("forge1", "22.05.8")
@@ -296,6 +339,7 @@ def test_the_new_jobs_id(answer: str, job_id: str) -> None:
 PARSERS: list[Callable[[str], Any]] = [
     parse_jobs,
     parse_partitions,
+    parse_nodes,
     parse_config,
     parse_accounting,
     parse_queue,

@@ -1,0 +1,156 @@
+"""What a dying process leaves in its output: Python's fault handler, C++ aborts, tracebacks.
+
+Formats: ``faulthandler`` of CPython 3.11 to 3.14, glibc's and libstdc++'s messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Dump", "Traceback", "find_dump", "find_traceback"]
+
+#: What is read of a text from its end, of a dump from its beginning, and of a line.
+_LONGEST = 1 << 20
+_LONGEST_DUMP = 1 << 17
+_LINE = 300
+_MOST_FRAMES = 8
+
+_FATAL = "Fatal Python error: "
+_TRACEBACK = "Traceback (most recent call last):"
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Illegal instruction": "SIGILL",
+    "Floating point exception": "SIGFPE",
+}
+# Python 3.14 puts the thread's name in brackets.
+_CURRENT = re.compile(
+    r"(?:Current thread|Thread) 0x[0-9a-f]{1,32}[^\n(]{0,80}\(most recent call fi"
+)
+_FRAME = re.compile(
+    r'  File "(?P<file>[^"\n]{1,1000})", line (?P<line>[0-9]{1,9}),? in (?P<name>.+)'
+)
+# Libraries, the interpreter's own, and ours: a person looks for theirs first.
+_NOT_THEIRS = re.compile(
+    r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|^<"
+    r"|[/\\]slurm_forge[/\\](?:training|checkpoint|control|launch|signals)\b"
+)
+#: Compiled on first use, with ``re.M``.
+_ABORT = (
+    r"terminate called after throwing an instance of '(?P<kind>[^'\n]{1,200})'"
+    r"(?:\r?\n[^\n]{0,40}?what\(\): {0,4}(?P<what>[^\n]{0,1000}))?"
+    r"|terminate called (?:without an active exception|recursively)"
+    r"|pure virtual method called"
+    r"|^[^\n]{0,300}?: Assertion [`'\u2018][^\n]{1,300}['\u2019] failed\b"
+    r"|\*\*\* stack smashing detected \*\*\*"
+    r"|\b(?:free|malloc|realloc|munmap_chunk|malloc_consolidate)\(\): [a-z][^\n]{0,100}"
+    r"|\b(?:double free or corruption|corrupted (?:double-linked list|size vs\. prev_size))"
+    r"|\bCheck failed: [^\n]{0,300}"
+)
+_RAISED = re.compile(r"[A-Za-z_][\w.]{0,200}(?:: |:?\r?$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """How a process died by a signal of its own making.
+
+    ``error`` is what was said, in one line; ``frames`` are the user's own, the innermost first (a
+    library's where there are none), as ``train.py:12 in step``; ``innermost`` is whose ever.
+    """
+
+    error: str
+    signal: str
+    frames: tuple[str, ...] = ()
+    innermost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Traceback:
+    """The line of an uncaught exception, and the last of the user's own frames that it passed."""
+
+    error: str
+    frame: str = ""
+
+
+def find_dump(text: str) -> Dump | None:
+    """The last crash in the end of an output; None where there is none.
+
+    A C++ exception that ended in Python's fault handler is one crash: its words, Python's frames.
+    """
+    text = text[-_LONGEST:]
+    at = text.rfind(_FATAL)
+    # A crash before it is another process's, or another launch's.
+    before = text.rfind(_FATAL, 0, max(at, 0)) + 1
+    words = [each for each in re.finditer(_ABORT, text, re.M) if each.start() >= before]
+    if at < 0:
+        return Dump(_said(words[-1]), "SIGABRT") if words else None
+    fatal, *lines = text[at : at + _LONGEST_DUMP].splitlines()
+    error = fatal.removeprefix(_FATAL).strip()
+    signal = _SIGNALS.get(error, "SIGABRT")
+    frames = _frames(lines)
+    own = _own(frames)
+    earlier = [each for each in words if each.start() < at]
+    return Dump(
+        error=_said(earlier[-1]) if earlier and signal == "SIGABRT" else fatal.strip()[:_LINE],
+        signal=signal,
+        frames=own or tuple(dict.fromkeys(_short(each) for each in frames))[:_MOST_FRAMES],
+        innermost=_short(frames[0]) if frames else "",
+    )
+
+
+def find_traceback(text: str) -> Traceback | None:
+    """The last Python traceback in the end of an output; None where there is none.
+
+    What srun (``2: ``) and torch (``[rank2]: ``) put in front of its lines is taken away.
+    """
+    text = text[-_LONGEST:]
+    at = text.rfind(_TRACEBACK)
+    if at < 0:
+        return None
+    prefix = text[text.rfind("\n", max(0, at - 40), at) + 1 : at] if at else ""
+    prefix = prefix if len(prefix) < 40 else ""
+    frames: list[re.Match[str]] = []
+    for line in text[at + len(_TRACEBACK) : at + _LONGEST_DUMP].split("\n")[1:]:
+        bare = line.removeprefix(prefix).rstrip("\r")
+        found = _FRAME.match(bare)
+        if found is not None:
+            frames.append(found)
+        elif _RAISED.match(bare):
+            own = _own(frames[::-1])
+            return Traceback(bare[:_LINE].strip(), own[0] if own else "")
+    return None
+
+
+def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
+    """Of the thread that died, the innermost first; without one so named, of the first."""
+    starts = [index for index, line in enumerate(lines) if _CURRENT.match(line)]
+    named = [index for index in starts if lines[index].startswith("Current")]
+    if not starts:
+        return []
+    frames = []
+    for line in lines[(named or starts)[0] + 1 :]:
+        found = _FRAME.match(line)
+        if found is None:
+            break
+        frames.append(found)
+    return frames
+
+
+def _own(frames: Sequence[re.Match[str]]) -> tuple[str, ...]:
+    theirs = [each for each in frames if not _NOT_THEIRS.search(each["file"])]
+    return tuple(dict.fromkeys(_short(each) for each in theirs))[:_MOST_FRAMES]
+
+
+def _short(frame: re.Match[str]) -> str:
+    file = re.split(r"[/\\]", frame["file"])[-1]
+    return f"{file}:{frame['line']} in {frame['name'].strip()}"[:_LINE]
+
+
+def _said(found: re.Match[str]) -> str:
+    if found["kind"]:
+        what = (found["what"] or "").strip()
+        return f"{found['kind']}: {what}"[:_LINE] if what else found["kind"]
+    return " ".join(found[0].split())[:_LINE]

@@ -1,0 +1,249 @@
+"""Texts of errors that a process ran into by itself, each telling a cause, in order of authority.
+
+What hardware and kernel report stands first.  A row says what was observed, never what is to be
+done.
+"""
+
+from __future__ import annotations
+
+from slurm_forge.recovery.pattern import Pattern, row
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["LOCAL_ERRORS"]
+
+# NVIDIA's Xid catalogue: those whose remedy is a reset of the GPU, its repair, or its link's
+# (48 double-bit error, 63/64 row remapping, 74 NVLink, 79 off the bus, 94/95 contained and
+# uncontained memory error, 119/120 GSP, 144-150 NVLink of later ones).  13, 31, 43, 45, 68 and 109
+# are what programs bring about.
+_XIDS = "48|62|63|64|74|79|92|94|95|110|119|120|121|136|140|143|14[4-9]|150"
+
+# CUDA's error strings are those of cudaGetErrorString (CUDA runtime API, "Data types").
+_HARDWARE = (
+    row(
+        Cause.GPU_ERROR,
+        "Xid",
+        rf"\b(?:Xid|XID)\b(?: ?\([^)\n]{{1,40}}\))?(?:[ :=#]|errors?|found){{0,8}}\b(?:{_XIDS})\b",
+        r"\bSXid\b[^\n]{0,80}\bFatal\b",
+    ),
+    row(
+        Cause.GPU_ERROR,
+        "GPU off the bus",
+        r"fallen off the bus",
+        r"GPU is lost",
+        r"Unable to determine the device handle for GPU",
+        r"RmInitAdapter failed",
+    ),
+    row(
+        Cause.GPU_ERROR,
+        "uncorrectable ECC error",
+        r"(?i:uncorrect(?:able|ed) ECC)",
+        r"(?i:double[- ]bit ECC error)",
+        r"amdgpu[^\n]{0,100}uncorrectable hardware errors? detected",
+        unless=r"[:=|] {0,20}(?:0|N/A)\b",
+    ),
+    row(
+        Cause.GPU_ERROR,
+        "NVLink fault",
+        r"uncorrectable NVLink error",
+        r"over nvlink or a hardware error",
+        r"CUDA error: hardware stack error",
+    ),
+    row(
+        Cause.GPU_ERROR,
+        "GPU not usable",
+        r"CUDA-capable device(?:\(s\) is/are|s are) busy or unavailable",
+        r"\bsystem not yet initialized",
+        r"CUDA unknown error",
+        r"CUDA error: unknown error",
+    ),
+    row(
+        Cause.NODE_FAIL,
+        "memory error of the node",
+        r"UNCORRECTABLE MEMORY ERROR AT",
+        r"\[Hardware Error\]: (?:Machine check|Uncorrected)",
+    ),
+)
+
+# Texts of PyTorch's allocators, CUDA's libraries, JAX, NumPy, the kernel and slurmstepd.
+_MEMORY = (
+    row(
+        Cause.CUDA_OOM,
+        "GPU memory",
+        r"\b(?:CUDA|HIP|XPU)(?: error:)? out of memory",
+        r"\bcuda\.OutOfMemoryError\b",
+        r"MPS backend out of memory",
+        r"Cuda failure (?:2 )?'out of memory'",
+        r"\b(?:CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
+        r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        r"CUFFT_ALLOC_FAILED",
+        r"CUDA_ERROR_OUT_OF_MEMORY",
+        r"RESOURCE_EXHAUSTED: Out of memory",
+    ),
+    row(
+        Cause.HOST_OOM,
+        "shared memory",
+        r"out of shared memory",
+        r"unable to allocate shared memory",
+        r"unable to write to file </torch_",
+        r"Unexpected bus error encountered in worker",
+        r"/dev/shm[^\n]{0,120}No space left on device",  # noqa: S108
+        r"No space left on device[^\n]{0,20}/dev/shm",
+    ),
+    row(
+        Cause.HOST_OOM,
+        "killed for memory",
+        r"\b(?:oom[-_]kill|OOM [Kk]ill)",
+        r"Out of memory: Killed process",
+        r"cgroup out[- ]of[- ]memory",
+        unless=r"oom_kill(?:_disable)? 0\b",
+    ),
+    row(
+        Cause.HOST_OOM,
+        "memory of the node",
+        r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
+        r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        r"\bstd::bad_alloc\b",
+        r"^(?:[\w.]{1,80}\.)?_?(?:Array)?MemoryError\b",
+        r"Unable to allocate [0-9.]{1,12} [KMGTP]iB for an array",
+        r"Cannot allocate memory",
+    ),
+)
+
+# errno(3) and its strings; Lustre evicts with ESHUTDOWN, FUSE mounts die with ENOTCONN.
+_STORAGE = (
+    row(Cause.STORAGE, "disk full", r"No space left on device", r"\bENOSPC\b"),
+    row(Cause.STORAGE, "quota exceeded", r"[Dd]isk quota exceeded", r"\bEDQUOT\b"),
+    row(Cause.STORAGE, "stale file handle", r"Stale (?:NFS )?file handle", r"\bESTALE\b"),
+    row(Cause.STORAGE, "read-only file system", r"Read-only file system", r"\bEROFS\b"),
+    row(
+        Cause.STORAGE,
+        "file system gone",
+        r"Transport endpoint is not connected: b?['\"]?/",
+        r"Cannot send after transport endpoint shutdown",
+        r"\[Errno 110\] Connection timed out: b?['\"]?/",
+    ),
+    row(
+        Cause.STORAGE,
+        "I/O error",
+        r"Input/output error",
+        r"Remote I/O error",
+        r"Structure needs cleaning",
+        r"PytorchStreamWriter failed writing",
+        r"inline_container\.cc[^\n]{0,60}unexpected pos",
+    ),
+)
+
+# "unspecified launch failure" is by CUDA's own description mostly an invalid pointer of the kernel.
+_PROGRAM = (
+    row(
+        Cause.APP_ERROR,
+        "device-side assert",
+        r"device-side assert(?:ion)? triggered",
+        r"\bblock: \[[0-9,]{1,30}\], thread: \[[0-9,]{1,30}\] Assertion",
+    ),
+    row(
+        Cause.APP_ERROR,
+        "illegal access of a kernel",
+        r"an illegal memory access was encountered",
+        r"\bmisaligned address\b",
+        r"unspecified launch failure",
+        r"an illegal instruction was encountered",
+        r"CUDA_ERROR_ILLEGAL_ADDRESS",
+        r"Memory access fault by GPU node",
+    ),
+    row(
+        Cause.APP_ERROR,
+        "wrong use of NCCL",
+        r"Duplicate GPU detected",
+        r"ncclInvalid(?:Usage|Argument)",
+    ),
+    row(
+        Cause.APP_ERROR,
+        "damaged sample",
+        r"\bUnidentifiedImageError\b",
+        r"cannot identify image file",
+        r"image file is truncated",
+        r"\bTruncated File Read\b",
+        r"zlib\.error: Error -[0-9]",
+    ),
+)
+
+# Texts of the dynamic loader (glibc), CUDA, PyTorch's CUDA start-up, NumPy, importlib, NCCL.
+_ENVIRONMENT = (
+    row(
+        Cause.ENV_MISMATCH,
+        "shared library missing",
+        r"cannot open shared object file",
+        r"cannot allocate memory in static TLS block",
+    ),
+    row(
+        Cause.ENV_MISMATCH,
+        "binary of another version",
+        r"\bundefined symbol: ",
+        r"version [`'\u2018]?(?:GLIBC(?:XX)?|CXXABI)_[0-9.]{1,12}['\u2019]? not found",
+        r"size changed, may indicate binary incompatibility",
+        r"compiled against (?:ABI|API) version 0x",
+        r"A module that was compiled using NumPy 1\.x cannot be run",
+        r"cannot import name [^\n]{1,200} from [^\n]{1,300}site-packages",
+        r"Mismatched NCCL version detected",
+    ),
+    row(
+        Cause.ENV_MISMATCH,
+        "driver does not fit",
+        r"CUDA driver version is insufficient",
+        r"NVIDIA driver on your system is too old",
+        r"forward compatibility was attempted on non supported HW",
+        r"Driver/library version mismatch",
+        r"unsupported display driver / cuda driver combination",
+        r"PTX was compiled with an unsupported toolchain",
+    ),
+    row(
+        Cause.ENV_MISMATCH,
+        "no code for this GPU",
+        r"no kernel image is available for execution",
+        r"CUDA error: invalid device function",
+        r"is not compatible with the current PyTorch installation",
+    ),
+    row(
+        Cause.ENV_MISMATCH,
+        "no GPU to be seen",
+        r"No CUDA GPUs are available",
+        r"no CUDA-capable device is detected",
+        r"Found no NVIDIA driver on your system",
+        r"Torch not compiled with CUDA enabled",
+    ),
+    row(
+        Cause.ENV_MISMATCH,
+        "module missing",
+        r"\bNo module named ['\"]?\w",
+        r"\bPackageNotFoundError\b",
+    ),
+)
+
+# torch.nn.Module.load_state_dict, torch.load, pickle, safetensors.
+_CHECKPOINTS = (
+    row(
+        Cause.CHECKPOINT_BAD,
+        "weights that don't fit",
+        r"Error\(s\) in loading state_dict for",
+        r"(?:Missing|Unexpected) key\(s\) in state_dict",
+        r"size mismatch for [^\n:]{1,300}: copying a param",
+    ),
+    row(
+        Cause.CHECKPOINT_BAD,
+        "damaged checkpoint file",
+        r"PytorchStreamReader failed",
+        r"Error while deserializing header",
+        r"UnpicklingError: (?:invalid load key|pickle data was truncated)",
+        r"Weights only load failed",
+    ),
+)
+
+LOCAL_ERRORS: tuple[Pattern, ...] = (
+    *_HARDWARE,
+    *_MEMORY,
+    *_STORAGE,
+    *_PROGRAM,
+    *_ENVIRONMENT,
+    *_CHECKPOINTS,
+)

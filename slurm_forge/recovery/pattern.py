@@ -1,0 +1,32 @@
+"""What a row of the tables of known errors is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Pattern", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One row.  ``words`` (a regular expression) never reaches over a line, and repeats within
+    bounds.  It is compiled on first use: only a launch that failed needs it.
+
+    ``unless`` is looked for in the whole line.  ``follows``: whoever says so was only hit by the
+    end of another rank.
+    """
+
+    cause: Cause
+    label: str
+    words: str
+    unless: str | None = None
+    follows: bool = False
+
+
+def row(
+    cause: Cause, label: str, *words: str, unless: str | None = None, follows: bool = False
+) -> Pattern:
+    """A row of several alternatives."""
+    return Pattern(cause, label, "|".join(words), unless, follows)

@@ -1,0 +1,87 @@
+"""Last words of ranks that could not say them over the control channel: one small file each.
+
+Written by the rank that failed, read by whoever decides about the launch afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.files import private_directory, read_json, write_atomic
+from slurm_forge.run_directory.layout import RunDirectory
+
+__all__ = ["LAUNCH_AGAIN", "LastWords", "read_last_words", "write_last_words"]
+
+#: With this a rank of a later launch begins: what stands before it in a log was another's end.
+LAUNCH_AGAIN = "slurm_forge: launched again: "
+
+_LIMIT = 1 << 17
+_TEXT = 2000
+_TRACE = 12_000
+#: More than that nobody reads, and a launch that large has other worries.
+_MOST = 1024
+_NAME = re.compile(r"last-words-l(?P<launch>[0-9]{1,9})-r(?P<rank>[0-9]{1,9})\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastWords:
+    """What a rank would have said over the channel, and when (seconds since the epoch).
+
+    ``cause`` is a word of ``Cause``, or of a later version; ``step`` is the last one done, or 0
+    before the first; ``micro_batch`` is 0 where it was not known yet.
+    """
+
+    rank: int
+    host: str
+    time: float
+    step: int
+    phase: str
+    error: str
+    text: str
+    trace: str
+    cause: str
+    micro_batch: int
+
+
+def write_last_words(run: RunDirectory, attempt: int, launch: int, words: LastWords) -> None:
+    """Write the file; ``OSError`` or ``ForgeError`` where that can't be done."""
+    body = asdict(words)
+    for key, most in (("text", _TEXT), ("trace", _TRACE), ("error", _TEXT), ("host", _TEXT)):
+        body[key] = body[key][-most:]
+    path = run.last_words(attempt, launch, words.rank)
+    private_directory(path.parent)
+    write_atomic(path, json.dumps(body, sort_keys=True).encode())
+
+
+def read_last_words(run: RunDirectory, attempt: int, launch: int) -> tuple[LastWords, ...]:
+    """All words left behind in a launch, those that were written first first.
+
+    Never raises: a file that is damaged or not to be trusted says nothing.
+    """
+    found: list[LastWords] = []
+    with contextlib.suppress(OSError):
+        names = (_NAME.fullmatch(entry.name) for entry in run.attempt(attempt).iterdir())
+        ranks = {int(name["rank"]) for name in names if name and int(name["launch"]) == launch}
+        for rank in sorted(ranks)[:_MOST]:
+            with contextlib.suppress(OSError, ForgeError, ValueError, TypeError, KeyError):
+                found.append(_read(run, attempt, launch, rank))
+    return tuple(sorted(found, key=lambda words: (words.time, words.rank)))
+
+
+def _read(run: RunDirectory, attempt: int, launch: int, rank: int) -> LastWords:
+    body = read_json(run.last_words(attempt, launch, rank), _LIMIT)
+    given: dict[str, Any] = {each.name: body[each.name] for each in fields(LastWords)}
+    for each in fields(LastWords):
+        value = given[each.name]
+        right = (int, float) if each.type == "float" else {"int": int, "str": str}[str(each.type)]
+        if isinstance(value, bool) or not isinstance(value, right):
+            raise TypeError(each.name)
+    words = LastWords(**given)
+    if words.rank != rank or words.step < 0 or words.micro_batch < 0:
+        raise ValueError("numbers that can't be")
+    return words

@@ -1,0 +1,57 @@
+"""How a rank leaves that nobody waits for any more, and what it leaves in its output."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from dataclasses import dataclass
+from signal import SIG_BLOCK, pthread_sigmask
+from typing import NoReturn
+
+from slurm_forge.control import HUB_GONE
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.last_words import LAUNCH_AGAIN
+from slurm_forge.signals import SAVE_SIGNALS
+
+__all__ = ["Leaving", "show_crashes"]
+
+
+def show_crashes(launch: int = 1) -> None:
+    """A segmentation fault or an abort leaves the stacks of all threads in the output.
+
+    Touches none of the signals that are notices.  Who has it on already has said where to.
+    """
+    if launch > 1:
+        sys.stderr.write(f"{LAUNCH_AGAIN}launch {launch}\n")
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(Exception):  # a notebook's standard error is no file
+            faulthandler.enable(all_threads=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The launch is over: no destructor, no collective, no waiting for data-loader workers."""
+
+    run: RunDirectory
+    rank: int
+    in_slurm: bool
+
+    def __call__(self, reason: str) -> NoReturn:
+        """End this process; for ``Member``'s ``on_abort``."""
+        sys.stderr.write(f"slurm_forge: this rank leaves: {reason}\n")
+        sys.stderr.flush()
+        if reason == HUB_GONE and self.rank == 0 and self.in_slurm:
+            with contextlib.suppress(OSError):
+                self._stand_in()
+        os._exit(1)
+
+    def _stand_in(self) -> NoReturn:
+        """Nobody said that it was over, so the supervisor was killed: become its deputy.
+
+        What this thread has blocked stays blocked behind the exec: Slurm's SIGTERM is on its way.
+        """
+        pthread_sigmask(SIG_BLOCK, SAVE_SIGNALS)
+        deputy = [sys.executable, "-m", "slurm_forge.launch.deputy", str(self.run.path)]
+        os.execv(deputy[0], deputy)  # noqa: S606  our own interpreter, no shell

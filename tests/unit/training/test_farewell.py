@@ -1,0 +1,191 @@
+"""A rank without a channel leaves its words in a file; one that crashes, its stack."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.control import protocol as p
+from slurm_forge.knobs import Knobs
+from slurm_forge.recovery.dumps import find_dump
+from slurm_forge.run_directory import RunDirectory, claim_attempt
+from slurm_forge.run_directory.last_words import read_last_words
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.training import worker
+from slurm_forge.training.farewell import last_words_of, leave_behind
+from slurm_forge.training.worker import RankPlace
+
+NONCE = "n" * 16
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A claimed run whose run.yaml can't be read."""
+    run = RunDirectory.at(tmp_path / "run")
+    run.create(b"job: [damaged\n")
+    claim_attempt(run, job="1", restart_count=0, host="n1", pid=1, nodes=(), time=0.0)
+    return run
+
+
+def start_worker(
+    run: RunDirectory, code: str = "", **knobs: int
+) -> subprocess.CompletedProcess[str]:
+    program = (
+        f"import ctypes, slurm_forge.training.worker as w\n{code}\nw.main([{str(run.path)!r}])"
+    )
+    given = Knobs(channel="127.0.0.1:1", nonce=NONCE, **knobs).to_environ()
+    environment = {**os.environ, **given, "RANK": "3", "WORLD_SIZE": "4"}
+    environment.pop("PYTHONFAULTHANDLER", None)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_rank_that_fails_before_it_has_a_channel_leaves_a_file(run: RunDirectory) -> None:
+    done = start_worker(run, attempt=1, launch=2)
+    assert done.returncode == 1
+    assert "run.yaml" in done.stderr
+    (words,) = read_last_words(run, 1, 2)
+    assert (words.rank, words.phase, words.step) == (3, "start", 0)
+    assert words.host == socket.gethostname()
+    assert words.text.startswith("ConfigError: ")
+    assert words.cause == "app_error"
+
+
+def test_without_an_attempt_in_the_environment_it_is_the_newest(run: RunDirectory) -> None:
+    claim_attempt(run, job="1", restart_count=1, host="n1", pid=1, nodes=(), time=0.0)
+    assert start_worker(run).returncode == 1
+    assert [words.rank for words in read_last_words(run, 2, 1)] == [3]
+
+
+def test_any_exception_is_printed_and_left_behind(run: RunDirectory) -> None:
+    code = "def no(file): raise OSError(116, 'Stale file handle', str(file))\nw.read_run_file = no"
+    done = start_worker(run, code, attempt=1, launch=1)
+    assert done.returncode == 1
+    assert "OSError: [Errno 116] Stale file handle" in done.stderr
+    (words,) = read_last_words(run, 1, 1)
+    assert words.cause == "storage"
+    assert "Traceback" in words.trace
+
+
+def test_a_crash_leaves_the_stack_in_the_output(run: RunDirectory) -> None:
+    done = start_worker(run, "w.read_run_file = lambda file: ctypes.string_at(0)", attempt=1)
+    assert done.returncode == -11
+    dump = find_dump(done.stderr)
+    assert dump is not None
+    assert dump.signal == "SIGSEGV"
+    assert dump.innermost.endswith(" in string_at")
+    # All threads: the one that hears signals as well.
+    assert "signals.py" in done.stderr
+
+
+def test_the_fault_handler_leaves_notices_alone(run: RunDirectory) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "heard = threading.Event()\n"
+        "w._Notices.seen = lambda self, number: (print(number.name, flush=True), heard.set())\n"
+        "def no(file):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    heard.wait(30)\n"
+        "    raise OSError(5, 'Input/output error')\n"
+        "w.read_run_file = no"
+    )
+    done = start_worker(run, code, attempt=1, launch=1)
+    assert done.stdout == "SIGTERM\n"
+    assert done.returncode == 1
+    assert "Fatal Python error" not in done.stderr
+
+
+@contextlib.contextmanager
+def hub_that_welcomes_and_dies() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(p.encode(p.Welcome(nonce=NONCE)))
+                linger = (1).to_bytes(4, sys.byteorder) + (0).to_bytes(4, sys.byteorder)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
+def rank_of(run: RunDirectory, channel: worker._Channel) -> worker._Rank:
+    place = RankPlace(rank=2, local_rank=0, world_size=4, job="1", restart_count=0)
+    file: RunFile = None  # type: ignore[assignment]
+    return worker._Rank(run, place, file, channel, NONCE, 0.0)
+
+
+def channel_at(port: int, gone: threading.Event) -> worker._Channel:
+    return worker._Channel(
+        rank=2,
+        world_size=4,
+        nonce=NONCE,
+        hosts=("127.0.0.1",),
+        port=port,
+        host="n2",
+        pid=1,
+        on_abort=lambda reason: gone.set(),
+    )
+
+
+def test_words_for_a_hub_that_is_gone_are_left_in_a_file(run: RunDirectory) -> None:
+    gone = threading.Event()
+    with hub_that_welcomes_and_dies() as port:
+        channel = channel_at(port, gone)
+        assert gone.wait(30)
+    rank_of(run, channel)._last_words(OSError(errno.ENOSPC, "No space left on device"))
+    channel.close()
+    (words,) = read_last_words(run, 1, 1)
+    assert (words.rank, words.cause) == (2, "storage")
+
+
+def test_words_that_were_said_are_not_written_as_well(run: RunDirectory) -> None:
+    gone, heard = threading.Event(), bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(p.encode(p.Welcome(nonce=NONCE)))
+                while data := connection.recv(1 << 16):
+                    heard.extend(data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        channel = channel_at(server.getsockname()[1], gone)
+        rank_of(run, channel)._last_words(OSError(errno.ENOSPC, "No space left on device"))
+        channel.close()
+        thread.join()
+    said = [p.decode(line) for line in bytes(heard).splitlines()]
+    (failed,) = [message for message in said if isinstance(message, p.Failed)]
+    assert failed.cause == "storage"
+    assert read_last_words(run, 1, 1) == ()
+
+
+def test_leaving_words_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    words = last_words_of(ValueError("x"), step=0, phase="start", micro_batch=0)
+    leave_behind(RunDirectory.at(tmp_path / "nowhere"), words, rank=0, host="n1")
+    leave_behind(RunDirectory.at("/proc/nowhere"), words, rank=0, host="n1", attempt=1, launch=1)
+    assert list(tmp_path.iterdir()) == []
+    assert raised == []
