@@ -19,6 +19,7 @@ from slurm_forge.control.hub import Agreed, Gone, Said
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, NoticeSeen, StopAgreed
 from slurm_forge.launch.deadline import Deadline
+from slurm_forge.launch.ending import Ending
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
 from slurm_forge.launch.pace import SavePace
@@ -32,12 +33,6 @@ from slurm_forge.vocabulary.cause import Cause
 __all__ = ["Conductor"]
 
 _TICK_S = 0.05
-#: After a first failure: how long the others may say their last words before all are ended.
-_LAST_WORDS_S = 0.3
-#: How long ranks that were told to leave may take before their launcher is killed.
-_LEAVE_S = 5.0
-#: A launcher that a kill does not end (its rank sits in the kernel) is waited for no longer.
-_GIVE_UP_S = 30.0
 _FILES_EVERY_S = 1.0
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
@@ -77,6 +72,7 @@ class Conductor:
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seen = Seen()
         self._next_files = 0.0
+        self._ending = Ending(hub, self._seen, launched, clock())
         self._pace = SavePace(timing, clock())
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
         self._next_stop_query = 0.0
@@ -104,6 +100,7 @@ class Conductor:
             self._hub.members(),
             now=self._now(),
             lead=self._timing.lead,
+            planned_end=self._timing.planned_end,
             late=self._judge.failed,
             job_now=self._watch.latest,
             launched=self._launched,
@@ -250,14 +247,9 @@ class Conductor:
             if measured is not None:
                 self._note(measured)
                 if not measured.ok:
+                    self._seen.feel_pulse(self._hub.members(), measured, now)
                     self._end()
-        if self._seen.ending_since is not None:
-            since = now - self._seen.ending_since
-            if since >= _LAST_WORDS_S:
-                self._seen.aborted = True
-                self._hub.abort("the launch is over")
-            if since >= _LEAVE_S and self._launched is not None:
-                self._launched.kill()
+        self._ending.look(now)
 
     def _undisturbed(self) -> bool:
         """Whether the launch goes on and nobody has left it: else nothing new is asked for."""
@@ -357,25 +349,16 @@ class Conductor:
             self._end()  # nothing has been computed yet: what is on disk is as new as can be
 
     def _end(self) -> None:
-        if self._seen.ending_since is None:
-            self._seen.ending_since = self._clock()
+        self._ending.begin(self._clock())
 
     # -- the end -----------------------------------------------------------------------------
 
     def _over(self) -> bool:
-        seen = self._seen
-        if seen.deadline_passed:
-            return True
-        ending = 0.0 if seen.ending_since is None else self._clock() - seen.ending_since
-        if self._launched is not None:
-            if self._launched.poll() is None:
-                return ending > _GIVE_UP_S
+        if not self._ending.is_over(self._clock()):
+            return False
+        if self._launched is not None and not self._seen.deadline_passed:
             self._drain()
-            return True
-        # Who has said goodbye leaves by itself; whoever has not may still be at it, or fail.
-        if len(seen.said_goodbye) == self._hub.world_size:
-            return True
-        return ending > 2 * _LAST_WORDS_S
+        return True
 
     def _drain(self) -> None:
         """What ranks said right before they ended may still be on its way."""
@@ -389,7 +372,9 @@ class Conductor:
     def _last_query(self) -> None:
         """Slurm's last word on the job, if it comes soon: not for a launch that finished."""
         notice = self._seen.notice_record
-        known = notice is not None and notice.preempt_time is not None
+        # The batch step hears of a preemption at the end of its grace time, of scancel at once.
+        preempted = notice is not None and notice.preempt_time is not None
+        known = preempted and not self._seen.batch_signals
         if self._seen.is_finished or self._seen.deadline_passed or known:
             return  # nothing to learn, or no time left for it
         if not self._watch.asking:

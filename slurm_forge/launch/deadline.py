@@ -15,6 +15,8 @@ __all__ = ["Deadline"]
 #: Ranks hear again how long they have when it has changed by more.
 _TELL_AGAIN_S = 0.5
 _REFRESH_EVERY_S = 60.0
+#: One question in five minutes per job is nothing to a controller.
+_REFRESH_FAR_S = 300.0
 _NEAR_THE_END = timedelta(minutes=10)
 
 
@@ -41,17 +43,16 @@ class Deadline:
     def time_is_up(self, now: float) -> bool:
         """Whether the job's end, as Slurm tells it, is so near that a stop has to be asked for."""
         record = self._watch.latest
-        if record is None or record.end_time is None or self._seen.stop_asked is not None:
-            if record is None and now >= self._next_refresh:
-                self._next_refresh = now + _REFRESH_EVERY_S
-                self._watch.ask()
+        if self._seen.stop_asked is not None:
             return False
-        left = record.end_time - self._now()
-        if now >= self._next_refresh and left <= self._timing.lead + _NEAR_THE_END:
+        end = self._timing.planned_end if record is None else record.end_time
+        left = None if end is None else end - self._now()
+        near = record is None or (left is not None and left <= self._timing.lead + _NEAR_THE_END)
+        if now >= self._next_refresh and not self._watch.asking:
             # The limit may have been changed; near the end we look once a minute.
-            self._next_refresh = now + _REFRESH_EVERY_S
+            self._next_refresh = now + (_REFRESH_EVERY_S if near else _REFRESH_FAR_S)
             self._watch.ask()
-        return left <= self._timing.lead
+        return left is not None and left <= self._timing.lead
 
     def look(self, now: float) -> None:
         """At ``now`` on the conductor's clock: note in what was seen that it has passed."""
@@ -60,9 +61,12 @@ class Deadline:
             return
         record = self._watch.latest
         given = self._timing.stop_within
-        if record is not None and record.end_time is not None:
+        end = self._timing.planned_end if record is None else record.end_time
+        if end is not None:
             asked_ago = timedelta(seconds=now - seen.stop_asked)
-            given = min(given, record.end_time - (self._now() - asked_ago))
+            left = end - (self._now() - asked_ago)
+            # A plan that is over was not what Slurm goes by.
+            given = min(given, left) if record is not None or left > timedelta(0) else given
         ends_at = seen.stop_asked + (given - self._timing.margin(given)).total_seconds()
         if self._told_left is None or abs(ends_at - self._told_left) > _TELL_AGAIN_S:
             # What can't be saved by then is better not begun.

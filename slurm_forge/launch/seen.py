@@ -10,7 +10,7 @@ from typing import Protocol
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.journal.events import ProbeMeasured
-from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, RankFailure
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -59,6 +59,10 @@ class Seen:
     deadline_passed: bool = False
     ending_since: float | None = None
     aborted: bool = False
+    #: The late ranks when the probe failed.
+    beats: tuple[Heartbeat, ...] = ()
+    #: Ranks that had not joined when they were waited for no longer.
+    absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
     notice_record: JobRecord | None = None
 
@@ -68,6 +72,23 @@ class Seen:
         failed in what the program does after its last step.
         """
         return 0 in self.finished and not self.failures
+
+    def feel_pulse(
+        self, members: Mapping[int, MemberView], late: ProbeMeasured, now: float
+    ) -> None:
+        """Note how the late ranks were last heard of; ``now`` on the hub's clock."""
+        self.beats = tuple(
+            Heartbeat(
+                rank=rank,
+                host=member.host,
+                silent=timedelta(seconds=max(0.0, now - member.heard)),
+                phase=member.phase,
+                step=member.step,
+                since=timedelta(seconds=member.since_s),
+            )
+            for rank, member in sorted(members.items())
+            if rank in late.late_ranks
+        )
 
     def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
@@ -86,6 +107,7 @@ class Seen:
         *,
         now: datetime,
         lead: timedelta,
+        planned_end: datetime | None,
         late: ProbeMeasured | None,
         job_now: JobRecord | None,
         launched: Launched | None,
@@ -106,6 +128,7 @@ class Seen:
             job=self.notice_record,
             job_now=job_now,
             lead=lead,
+            planned_end=planned_end,
             stop_file=self.stop_file,
             stopped_by=self.stopped_by,
             due_time_limit=self.due_time_limit,
@@ -114,6 +137,8 @@ class Seen:
             batch_signals=tuple(dict.fromkeys(self.batch_signals)),
             failures=tuple(self.failures),
             lost=tuple(self.lost),
+            absent=self.absent,
+            beats=self.beats,
             probe_failed=late is not None,
             late_ranks=() if late is None else late.late_ranks,
             late_hosts=() if late is None else late.late_hosts,

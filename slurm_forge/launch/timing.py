@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
 from slurm_forge.recovery.interval import measured_interval, seen_between
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
 
-__all__ = ["Timing", "lead_time", "timing"]
+__all__ = ["Timing", "lead_time", "planned_end", "timing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class Timing:
     between: timedelta | None = None
     #: For a stop whose end nobody knows (a signal by hand): then the launch is ended anyway.
     stop_within: timedelta = timedelta(minutes=10)
+    #: When the job file's own time limit ends, for where Slurm can't be asked.
+    planned_end: datetime | None = None
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -58,8 +60,18 @@ def lead_time(job: JobSpec, limit: timedelta | None, save: timedelta = timedelta
     return max(usual, min(measured, _LEAD_LARGEST_SHARE * limit))
 
 
-def timing(job: JobSpec, record: JobRecord | None = None, *, state: RunState, now: float) -> Timing:
-    """When to save, probe and stop: from the job file, the job's own limit, and the journal."""
+def timing(
+    job: JobSpec,
+    record: JobRecord | None = None,
+    *,
+    state: RunState,
+    now: float,
+    end: datetime | None = None,
+) -> Timing:
+    """When to save, probe and stop: from the job file, the job's own limit, and the journal.
+
+    ``end`` is when the job's time is up as far as that can be told without asking Slurm.
+    """
     limit = job.resources.time if record is None else record.time_limit
     slowest = max((each.seconds for each in state.known[-5:]), default=0.0)
     automatic = job.checkpoint.automatic
@@ -69,4 +81,19 @@ def timing(job: JobSpec, record: JobRecord | None = None, *, state: RunState, no
         between=seen_between(state, now=now) if automatic else None,
         probe_every=job.probe.every if job.probe.enabled else None,
         probe_deadline=job.probe.deadline,
+        planned_end=end,
     )
+
+
+def planned_end(job: JobSpec, state: RunState) -> datetime | None:
+    """When the time asked for is over.
+
+    By the journal's start of the attempt, a moment later than Slurm's: so a little earlier."""
+    limit = job.resources.time
+    if limit is None or not state.attempts:
+        return None
+    began = datetime.fromtimestamp(state.attempts[-1].started, tz=timezone.utc)
+    return began + limit - _STARTED_BEFORE
+
+
+_STARTED_BEFORE = timedelta(seconds=10)

@@ -21,7 +21,7 @@ from slurm_forge.errors import ControlChannelError, SlurmUnreachableError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch import conductor as conductor_module
+from slurm_forge.launch import ending as ending_module
 from slurm_forge.launch import pace as pace_module
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
@@ -94,8 +94,11 @@ class Launcher:
     killed: int = 0
     text: str = ""
     deaf: bool = False
+    waits_for_ever: bool = False
 
     def poll(self) -> int | None:
+        if self.waits_for_ever:
+            return self.status
         if self.status is None and self.ranks and all(rank.left for rank in self.ranks):
             self.status = max(rank.code for rank in self.ranks)
         return self.status
@@ -219,6 +222,7 @@ class Stage:
         self.script: Callable[[Rank], object] = lambda rank: rank.train()
         self.barrier = threading.Barrier(world)
         self.stubborn = False
+        self.absent: tuple[int, ...] = ()
         self.ranks: list[Rank] = []
         self.journal = JournalWriter(run, attempt=1, writer="supervisor", launch=1)
         self.facts: LaunchFacts | None = None
@@ -227,7 +231,8 @@ class Stage:
     def start(self, *, join: bool = True, trains: bool = True) -> Stage:
         self.hub.start()
         if join:
-            self.ranks = [Rank(self, number) for number in range(self.world)]
+            there = [number for number in range(self.world) if number not in self.absent]
+            self.ranks = [Rank(self, number) for number in there]
         if self.launcher is not None:
             self.launcher.ranks = self.ranks
         self.watch = JobWatch(self.slurm, "42")  # type: ignore[arg-type]
@@ -303,7 +308,7 @@ class Stage:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(member_module, "_BEAT_S", 1.0 / SPEED)
     # Leaving goes at the wall's pace, on a machine that may be busy.
-    monkeypatch.setattr(conductor_module, "_LEAVE_S", 5.0 * SPEED)
+    monkeypatch.setattr(ending_module, "_LEAVE_S", 5.0 * SPEED)
     run = RunDirectory.at(tmp_path / "tiny")
     run.create(b"name: tiny\n")
     stage = Stage(run, 2)
@@ -671,7 +676,7 @@ def test_signals_while_the_launch_is_being_ended_mean_nothing(stage: Stage) -> N
 
 
 def test_ranks_that_do_not_leave_are_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conductor_module, "_LEAVE_S", 5.0)
+    monkeypatch.setattr(ending_module, "_LEAVE_S", 5.0)
     stage.stubborn = True
     stage.script = lambda rank: rank.fail("app_error") if rank.number else rank.stay.wait(WITHIN_S)
     stage.start(trains=False)
@@ -685,13 +690,41 @@ def test_ranks_that_do_not_leave_are_killed(stage: Stage, monkeypatch: pytest.Mo
 def test_a_launcher_that_no_kill_ends_is_given_up(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conductor_module, "_GIVE_UP_S", 8.0)
+    monkeypatch.setattr(ending_module, "_GIVE_UP_S", 8.0)
     stage.stubborn = True
     assert stage.launcher is not None
     stage.launcher.deaf = True
     stage.script = lambda rank: rank.fail("app_error") if rank.number else rank.stay.wait(WITHIN_S)
     stage.start(trains=False)
     assert stage.end().exit_status is None
+
+
+def test_a_launcher_that_never_hears_of_the_end_of_its_ranks_is_ended(stage: Stage) -> None:
+    """Their step daemon was killed: srun would wait for ever, and the run with it."""
+    assert stage.launcher is not None
+    stage.launcher.waits_for_ever = True
+
+    def script(rank: Rank) -> None:
+        rank.train(9)
+        rank.leave(p.Finished(step=9))
+
+    stage.script = script
+    stage.start(trains=False)
+    facts = stage.end()
+    assert facts.finished
+    assert stage.launcher.killed
+
+
+def test_ranks_that_never_come_are_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending_module, "_JOIN_S", 2.0)
+    stage.absent = (1,)
+    stage.script = lambda rank: rank.stay.wait(WITHIN_S)
+    stage.start(trains=False)
+    facts = stage.end()
+    assert facts.absent == (1,)
+    incident = classify(facts, "1.1")
+    assert incident.cause is Cause.HANG
+    assert "1 did not come (1)" in incident.evidence[0].text
 
 
 def test_a_launcher_that_ends_before_any_rank_came_is_told_with_its_words(stage: Stage) -> None:

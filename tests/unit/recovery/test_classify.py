@@ -117,7 +117,7 @@ CASES = [
     Case(
         "an administrator's requeue: COMPLETING as after scancel, but Restarts has gone up",
         Cause.ADMIN_REQUEUE,
-        Confidence.CERTAIN,
+        Confidence.LIKELY,
         {
             **BOTH,
             "job_first": RUNNING,
@@ -260,6 +260,8 @@ CASES = [
         Cause.HOST_OOM,
         Confidence.LIKELY,
         {**TERM, "job": RUNNING, "exit_status": 143, "launcher_text": OOM},
+        hosts=("n1",),
+        rank=0,
     ),
     Case(
         "a node died",

@@ -1,0 +1,118 @@
+"""What a launch ended of in which ranks went without a word, or nobody said anything at all."""
+
+from __future__ import annotations
+
+import re
+
+from slurm_forge.recovery.dumps import find_dump
+from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
+from slurm_forge.recovery.patterns import find_cause
+from slurm_forge.recovery.slurm_says import (
+    Judged,
+    killed_for_memory,
+    launcher_words,
+    node_lost,
+)
+from slurm_forge.slurm.srun_words import TaskEnd, first_end, step_cancelled, task_ends
+from slurm_forge.slurm.states import TERMINAL
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+
+__all__ = ["SUSPECTED_HARDWARE", "first_lost", "of_a_silence"]
+
+#: With these Megatron says that its own check of a result points to the hardware of that rank
+#: (EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of its rerun state
+#: machine): another node may tell.
+SUSPECTED_HARDWARE = frozenset({16, 17})
+_MOST_TEXT = 400
+_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGKILL"})
+#: 128 plus the number of SIGSEGV, SIGBUS, SIGILL, SIGFPE.
+_FAULT_STATUS = frozenset({139, 135, 132, 136})
+
+
+def of_a_silence(facts: LaunchFacts) -> Judged:
+    """The launch ended and nobody who counts had said anything."""
+    gone = tuple(Evidence(f"rank {lost.rank}", f"on {lost.host}: gone") for lost in facts.lost)
+    killed = killed_for_memory(facts)
+    if killed:
+        return Cause.HOST_OOM, Confidence.LIKELY, (*gone, *killed)
+    lost_node = node_lost(facts)
+    if lost_node is not None:
+        cause, confidence, words = lost_node
+        return cause, confidence, (*gone, *words)
+    ends = task_ends(facts.launcher_text)
+    told = _cancelled(facts, ends) or _by_end(facts, first_end(ends))
+    if told is not None:
+        cause, confidence, words = told
+        return cause, confidence, (*gone, *words)
+    words = launcher_words(facts)
+    if facts.absent:
+        ranks = ", ".join(map(str, facts.absent[:8]))
+        text = f"{len(facts.absent)} did not come ({ranks}{', …' if len(facts.absent) > 8 else ''})"
+        return Cause.HANG, Confidence.LIKELY, (Evidence("ranks", text), *words)
+    status = facts.exit_status
+    if status not in (None, 0):
+        words = (*words, Evidence("exit status", str(status)))
+    if status not in (None, 0) or facts.lost:
+        return Cause.CRASH, Confidence.LIKELY, (*gone, *words)
+    return Cause.UNKNOWN, Confidence.GUESS, words
+
+
+def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
+    """A ``scancel`` of the step: SIGKILL for every rank at once, and the job runs on.
+
+    Slurm's records of the job say nothing of it (tried on 22.05.8).  srun tells the order: there
+    was no task that had ended before the step was.
+    """
+    by = next((row for row in facts.rows if row.step not in (None, "batch", "extern")), None)
+    if by is not None and by.cancelled_by is not None and all(each.follows for each in ends):
+        text = f"step {by.step}: State={by.state_text}"
+        return Cause.USER_CANCELLED, Confidence.CERTAIN, (Evidence("sacct", text),)
+    if not ends or any(not each.follows for each in ends):
+        return None
+    if by is not None and by.state in TERMINAL:
+        return None  # accounting knows how the step ended, and of nobody who cancelled it
+    printed = [each for each in step_cancelled(facts.launcher_text) if each.is_step]
+    text = printed[-1].text if printed else "the step was aborted before any task had ended"
+    return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("srun", text),)
+
+
+def first_lost(facts: LaunchFacts) -> LostRank | None:
+    """The rank that was lost first: srun's order where it names one, else the channel's."""
+    end = first_end(task_ends(facts.launcher_text))
+    if end is not None:
+        named = [lost for lost in facts.lost if lost.rank in end.tasks]
+        if named:
+            return named[0]
+        if not facts.lost and end.tasks:
+            return LostRank(end.tasks[0], end.host)
+    return facts.lost[0] if facts.lost else None
+
+
+def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
+    """By how the first task ended, and by what it printed before."""
+    said = () if end is None else (Evidence("srun", _short(end.text)),)
+    if end is not None and end.exit_code in SUSPECTED_HARDWARE:
+        text = f"exit {end.exit_code}: Megatron suspects the hardware that this rank ran on"
+        return Cause.GPU_ERROR, Confidence.LIKELY, (*said, Evidence("exit status", text))
+    lost = first_lost(facts)
+    printed = facts.launcher_text
+    if lost is not None and lost.output:
+        printed = lost.output
+    source = "output" if lost is None else f"output of rank {lost.rank}"
+    dump = find_dump(printed)
+    if dump is not None:
+        shown = f"{dump.error}; {', '.join(dump.frames[:3])}" if dump.frames else dump.error
+        said = (*said, Evidence(source, _short(shown)))
+    died_of = "" if end is None else end.died_of
+    fault = died_of in _FAULTS or (end is None and facts.exit_status in _FAULT_STATUS)
+    # What was printed before a fault of the process, or a kill, need not be why.
+    known = None if fault else find_cause(printed)
+    if known is not None:
+        return known.cause, Confidence.LIKELY, (*said, Evidence(source, _short(known.text)))
+    if dump is None and end is None:
+        return None
+    return Cause.CRASH, Confidence.LIKELY, said
+
+
+def _short(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()[:_MOST_TEXT]

@@ -1,0 +1,159 @@
+"""How an attempt ended that could not say so itself: from what Slurm and the journal still know.
+
+Its supervisor was killed, its node was lost, or the power went.  Whoever starts next finds out, so
+that the end has a cause, and is charged to a budget like every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from slurm_forge.recovery.slurm_says import of_node
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Incident
+
+__all__ = ["Ending", "cause_of_ending", "supervisor_lost"]
+
+#: Slurm notes the start of a job a moment before its batch script does, clocks differ by a little.
+_SAME_START = timedelta(seconds=60)
+
+_BY_STATE = {
+    JobState.PREEMPTED: Cause.PREEMPTED,
+    JobState.TIMEOUT: Cause.TIME_LIMIT,
+    JobState.DEADLINE: Cause.TIME_LIMIT,
+    JobState.NODE_FAIL: Cause.NODE_FAIL,
+    JobState.BOOT_FAIL: Cause.NODE_FAIL,
+    JobState.OUT_OF_MEMORY: Cause.HOST_OOM,
+    JobState.CANCELLED: Cause.USER_CANCELLED,
+    JobState.REQUEUED: Cause.ADMIN_REQUEUE,
+    JobState.FAILED: Cause.CRASH,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is left of an attempt that ended without a word.
+
+    ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts.
+    ``restarted``: the same job was started again, which Slurm does by itself after a preemption or
+    a node failure, else only where somebody asks for it.
+    """
+
+    started: datetime
+    host: str
+    step: int | None = None
+    restarted: bool = False
+    record: JobRecord | None = None
+    rows: Sequence[AccountingRecord] = ()
+    nodes: Sequence[NodeRecord] = ()
+    notices: Sequence[str] = ()
+
+
+def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
+    """The incident behind it, as far as anybody knows."""
+    cause, confidence, evidence = _judged(ending)
+    hosts: tuple[str, ...] = ()
+    failed = None if ending.record is None else ending.record.failed_node
+    if cause is Cause.NODE_FAIL:
+        hosts = (failed,) if failed else tuple(node.name for node in _gone(ending))
+    return Incident(
+        id=incident_id,
+        cause=cause,
+        confidence=confidence,
+        evidence=(*evidence, *_noticed(ending)),
+        step=ending.step,
+        hosts=hosts,
+    )
+
+
+def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
+    silence = Evidence("journal", f"the supervisor on {ending.host} ended without a word")
+    row = _row(ending)
+    if row is not None and row.state in _BY_STATE:
+        text = f"State={row.state_text}"
+        if row.exit_code is not None:
+            text += f" ExitCode={row.exit_code[0]}:{row.exit_code[1]}"
+        said = Evidence("sacct", text)
+        cause = _BY_STATE[row.state]
+        sure = Confidence.LIKELY if cause is Cause.CRASH else Confidence.CERTAIN
+        of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
+        return cause, sure, (said, *of_nodes, silence)
+    record = ending.record
+    if record is not None and record.failed_node:
+        said = Evidence("scontrol", f"FailedNode={record.failed_node}")
+        return Cause.NODE_FAIL, Confidence.LIKELY, (said, silence)
+    if _gone(ending):
+        return Cause.NODE_FAIL, Confidence.LIKELY, (*_of_nodes(ending), silence)
+    if ending.restarted:
+        # A plain end of the batch script is not followed by a start of the same job.
+        text = "Slurm started the same job again, and no record says why it ended"
+        cause = Cause.PREEMPTED if ending.notices else Cause.NODE_FAIL
+        return cause, Confidence.GUESS, (silence, Evidence("scontrol", text))
+    return Cause.UNKNOWN, Confidence.GUESS, (silence,)
+
+
+def _gone(ending: Ending) -> list[NodeRecord]:
+    """The nodes of the attempt that Slurm has given up."""
+    return [node for node in ending.nodes if node.is_down]
+
+
+def _of_nodes(ending: Ending) -> tuple[Evidence, ...]:
+    return tuple(Evidence("scontrol", of_node(node)) for node in _gone(ending))
+
+
+def _row(ending: Ending) -> AccountingRecord | None:
+    """The accounting of that very start: its record has the time at which it began."""
+    near = [
+        row
+        for row in ending.rows
+        if row.step is None
+        and row.start_time is not None
+        and abs(row.start_time - ending.started) <= _SAME_START
+    ]
+    return min(near, key=lambda row: _apart(row, ending), default=None)
+
+
+def _apart(row: AccountingRecord, ending: Ending) -> timedelta:
+    return abs((row.start_time or ending.started) - ending.started)
+
+
+def _noticed(ending: Ending) -> tuple[Evidence, ...]:
+    names = ", ".join(dict.fromkeys(ending.notices))
+    return (Evidence("signals", f"{names} had been seen"),) if names else ()
+
+
+def supervisor_lost(
+    record: JobRecord | None,
+    incident_id: str,
+    *,
+    host: str,
+    step: int | None,
+    restart_count: int,
+) -> Incident:
+    """Why the process in the batch step is gone, as a rank sees it that still lives.
+
+    ``record`` is what Slurm says of the job right then, ``restart_count`` of the start we are in.
+    """
+    seen = Evidence("control channel", f"the supervisor on {host} is gone without a word")
+    cause, confidence = Cause.CRASH, Confidence.LIKELY
+    evidence: tuple[Evidence, ...] = (seen,)
+    if record is not None:
+        text = f"JobState={record.state.value} Reason={record.reason}"
+        if record.exit_code is not None:
+            text += f" ExitCode={record.exit_code[0]}:{record.exit_code[1]}"
+        evidence = (seen, Evidence("scontrol", text))
+        if record.preempt_time is not None:
+            cause, confidence = Cause.PREEMPTED, Confidence.CERTAIN
+        elif record.failed_node:
+            cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
+        elif record.restarts > restart_count:
+            cause, confidence = Cause.ADMIN_REQUEUE, Confidence.LIKELY
+        elif record.state is JobState.CANCELLED:
+            cause, confidence = Cause.USER_CANCELLED, Confidence.LIKELY
+    return Incident(
+        id=incident_id, cause=cause, confidence=confidence, evidence=evidence, step=step
+    )

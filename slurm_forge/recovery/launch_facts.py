@@ -1,0 +1,102 @@
+"""Everything that was seen of a launch: what its classification rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Heartbeat", "LaunchFacts", "LostRank", "RankFailure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """Last words of a rank.
+
+    ``after_loss``: another rank had gone without a word before, so this is likely its consequence.
+    """
+
+    rank: int
+    host: str
+    cause: Cause
+    step: int
+    text: str
+    micro_batch: int | None = None
+    #: All ranks agreed on it (a gradient norm that is not finite): no rank is to blame.
+    everybody: bool = False
+    after_loss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LostRank:
+    """A rank that went without a word; ``output`` is the end of what it printed, where known."""
+
+    rank: int
+    host: str
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A rank as it was last heard of: ``silent`` ago, ``since`` in that ``phase``."""
+
+    rank: int
+    host: str
+    silent: timedelta
+    phase: str
+    step: int
+    since: timedelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFacts:
+    """Everything seen of a launch that has ended, or must.
+
+    ``job_first`` is what Slurm said of the job when the launch began, ``job`` at the first notice
+    (later its state only says that it is ending), ``job_now`` at the end.  ``due_time_limit``: our
+    own clock asked for the stop because the recorded end was near; ``planned_end`` is that end
+    where only the job file knows it.
+    """
+
+    now: datetime
+    step: int | None = None
+    finished: bool = False
+    stopped_at: int | None = None
+    checkpoint: str | None = None
+    #: How often the job had been started before, as its environment says.
+    restart_count: int | None = None
+    job_first: JobRecord | None = None
+    job: JobRecord | None = None
+    job_now: JobRecord | None = None
+    lead: timedelta = timedelta(0)
+    planned_end: datetime | None = None
+    stop_file: bool = False
+    #: What the starter of the run was told to stop by, where not by the file STOP.
+    stopped_by: str = ""
+    due_time_limit: bool = False
+    deadline_passed: bool = False
+    rank_signals: tuple[str, ...] = ()
+    batch_signals: tuple[str, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    lost: tuple[LostRank, ...] = ()
+    #: Ranks that were waited for in vain at the start.
+    absent: tuple[int, ...] = ()
+    late_ranks: tuple[int, ...] = ()
+    late_hosts: tuple[str, ...] = ()
+    probe_failed: bool = False
+    #: Of the ranks that were late, when the probe failed.
+    beats: tuple[Heartbeat, ...] = ()
+    exit_status: int | None = None
+    #: The last of what srun printed, and of what Slurm printed into the batch step's output.
+    launcher_text: str = ""
+    batch_text: str = ""
+    #: What the kernel's counters say about processes killed for memory during the launch.
+    killed_for_memory: str = ""
+    #: What Slurm says of the nodes that lost ranks were on.
+    nodes: tuple[NodeRecord, ...] = ()
+    #: What accounting knows of the launch's own step.
+    rows: tuple[AccountingRecord, ...] = ()
+    #: Id of the incident that rank 0 has decided on already: only to be carried out.
+    decided: str = ""

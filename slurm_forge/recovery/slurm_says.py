@@ -1,0 +1,229 @@
+"""What Slurm itself says of a launch's end: its records, and the words that it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from slurm_forge.recovery.launch_facts import LaunchFacts
+from slurm_forge.slurm.records import JobRecord, NodeRecord
+from slurm_forge.slurm.srun_words import Cancelled, lost_nodes, step_cancelled
+from slurm_forge.slurm.states import JobState
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+
+__all__ = [
+    "Judged",
+    "failed_node",
+    "killed_for_memory",
+    "launcher_words",
+    "node_lost",
+    "of_a_stop",
+    "of_node",
+]
+
+#: Cause, confidence, and what that rests on.
+Judged = tuple[Cause, Confidence, tuple[Evidence, ...]]
+
+#: A signal that comes within this time of the recorded end, lead and Slurm's own scan included.
+_SIGNAL_EARLY = timedelta(seconds=90)
+
+_NODE_FAILURE = re.compile(
+    r"node failure(?: on (?P<node>[\w.-]+)(?=\s|$))?|node_fail|node \S+ not responding", re.I
+)
+#: Words of slurmstepd and srun, in their own lines: ranks print "CUDA out of memory" beside them.
+_OOM_KILL = re.compile(
+    r"^(?:\S+: )?(?:slurmstepd|srun)[^:\s]*: .*?(?:oom[-_ ]kill|out[-_ ]of[-_ ]memory).*$",
+    re.I | re.M,
+)
+#: What slurmstepd prints behind "CANCELLED AT … DUE TO" (src/slurmd/slurmstepd/req.c).
+_REASONS = {
+    "PREEMPTION": Cause.PREEMPTED,
+    "TIME LIMIT": Cause.TIME_LIMIT,
+    "NODE FAILURE": Cause.NODE_FAIL,
+    "JOB REQUEUE": Cause.ADMIN_REQUEUE,
+}
+
+
+def of_a_stop(facts: LaunchFacts) -> Judged | None:
+    """What Slurm says about a stop that was asked for.
+
+    While a job is ending its state only reads COMPLETING, whatever ended it (job_state_string in
+    Slurm's sources); what tells a requeue from a cancellation is that ``Restarts`` has gone up.
+    """
+    records = [job for job in (facts.job, facts.job_now) if job is not None]
+    cancelled = _cancelled_in_grace(facts)
+    if cancelled is not None:
+        return cancelled
+    for job in records:
+        if job.preempt_time is not None:
+            text = f"PreemptTime={job.preempt_time:%H:%M:%S} EndTime={_clock(job.end_time)}"
+            return Cause.PREEMPTED, Confidence.CERTAIN, (Evidence("scontrol", text),)
+    lost = node_lost(facts)
+    if lost is not None:
+        return lost
+    return _by_records(facts, records) or _by_words(facts, records)
+
+
+def _cancelled_in_grace(facts: LaunchFacts) -> Judged | None:
+    """A ``scancel`` inside the grace time, which leaves PreemptTime as it is.
+
+    It ends the job before the time that the notice had named; only the batch step hears of it then.
+    """
+    noticed, now = facts.job, facts.job_now
+    if noticed is None or now is None or noticed.preempt_time is None or noticed.end_time is None:
+        return None
+    ending = now.state in (JobState.COMPLETING, JobState.CANCELLED)
+    early = now.end_time is not None and now.end_time < noticed.end_time - timedelta(seconds=1)
+    if not (facts.batch_signals and ending and early) or now.restarts > noticed.restarts:
+        return None
+    text = (
+        f"JobState={now.state.value} EndTime={_clock(now.end_time)}, before the end of the grace "
+        f"time at {_clock(noticed.end_time)}"
+    )
+    return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
+
+
+def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
+    before = facts.restart_count
+    if before is None and facts.job_first is not None:
+        before = facts.job_first.restarts
+    for job in records:
+        if before is not None and job.restarts > before:
+            text = f"JobState={job.state.value}, Restarts from {before} to {job.restarts}"
+            return _requeued(facts, Evidence("scontrol", text))
+        if job.state is JobState.PENDING:
+            text = f"JobState={job.state.value}, Restarts={job.restarts}"
+            return Cause.ADMIN_REQUEUE, Confidence.LIKELY, (Evidence("scontrol", text),)
+        if job.state is JobState.CANCELLED:
+            text = f"JobState={job.state.value}, PreemptTime=None"
+            return Cause.USER_CANCELLED, Confidence.CERTAIN, (Evidence("scontrol", text),)
+    if facts.due_time_limit and records:
+        text = f"EndTime={_clock(records[0].end_time)}, lead {facts.lead.total_seconds():.0f} s"
+        return Cause.TIME_LIMIT, Confidence.CERTAIN, (Evidence("clock", text),)
+    for job in records:
+        if _at_its_limit(job, facts):
+            text = f"EndTime={_clock(job.end_time)} is start plus TimeLimit"
+            return Cause.TIME_LIMIT, Confidence.LIKELY, (Evidence("scontrol", text),)
+    for job in records:
+        ending = job.state in (JobState.COMPLETING, JobState.COMPLETED)
+        over = job.end_time is not None and job.end_time <= facts.now + timedelta(seconds=1)
+        if ending and over:
+            text = f"JobState={job.state.value} EndTime={_clock(job.end_time)} PreemptTime=None"
+            return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
+    return None
+
+
+def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
+    """Slurm has put the job back into the queue: at a preemption without grace by itself.
+
+    Which it was no record of the job says (tried on 22.05.8); what slurmstepd prints does.
+    """
+    for source, each in _printed(facts):
+        cause = _REASONS.get(each.reason)
+        if cause is not None:
+            return cause, Confidence.CERTAIN, (Evidence(source, each.text), record)
+    return Cause.ADMIN_REQUEUE, Confidence.LIKELY, (record,)
+
+
+def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
+    """What slurmstepd has printed of the job's and the step's end, and where."""
+    return [
+        *(("batch step", each) for each in step_cancelled(facts.batch_text)),
+        *(("srun", each) for each in step_cancelled(facts.launcher_text)),
+    ]
+
+
+def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
+    """Where the records don't tell, or can't be had: what slurmstepd has printed."""
+    printed = _printed(facts)
+    for source, each in printed:
+        cause = _REASONS.get(each.reason)
+        if cause is not None:
+            return cause, Confidence.LIKELY, (Evidence(source, each.text),)
+    if facts.due_time_limit:
+        end = _clock(facts.planned_end)
+        text = f"the time limit of the job file ends at {end}, and Slurm does not answer"
+        return Cause.TIME_LIMIT, Confidence.LIKELY, (Evidence("clock", text),)
+    of_job = [(source, each) for source, each in printed if not each.is_step]
+    if of_job and facts.batch_signals:
+        source, each = of_job[-1]
+        return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence(source, each.text),)
+    # The grace time of a preemption begins with the same line; then PreemptTime is set.
+    undisturbed = not facts.failures and not facts.lost
+    if records and printed and undisturbed and not facts.batch_signals:
+        source, each = printed[-1]
+        state = Evidence("scontrol", f"JobState={records[-1].state.value} PreemptTime=None")
+        return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence(source, each.text), state)
+    return None
+
+
+def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
+    """Whether the job ends because its time is up: near its planned end, or just past it.
+
+    Slurm looks only now and then, so that the end of a job that ran into its limit lies after it.
+    """
+    if job.state is JobState.TIMEOUT:
+        return True
+    if job.end_time is None or job.time_limit is None or job.start_time is None:
+        return False
+    planned = job.start_time + job.time_limit
+    near = job.end_time - facts.now <= facts.lead + _SIGNAL_EARLY
+    return job.end_time >= planned - timedelta(seconds=2) and near
+
+
+def failed_node(facts: LaunchFacts) -> str:
+    """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
+    found = _NODE_FAILURE.search(facts.launcher_text)
+    if found is not None and found["node"]:
+        return found["node"]
+    before = None if facts.job_first is None else facts.job_first.failed_node
+    for job in (facts.job_now, facts.job):
+        if job is not None and job.failed_node and job.failed_node != before:
+            return job.failed_node
+    return next((node.name for node in facts.nodes if node.is_down), "")
+
+
+def node_lost(facts: LaunchFacts) -> Judged | None:
+    """A node failure, where srun, the job's record or the node's own speaks of one."""
+    words = launcher_words(facts)
+    if lost_nodes(facts.launcher_text) or _NODE_FAILURE.search(facts.launcher_text):
+        return Cause.NODE_FAIL, Confidence.LIKELY, words
+    node = failed_node(facts)
+    if not node:
+        return None
+    told = tuple(_told_of(facts, node))
+    return Cause.NODE_FAIL, Confidence.CERTAIN, (*told, *words)
+
+
+def _told_of(facts: LaunchFacts, node: str) -> Iterator[Evidence]:
+    if any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now)):
+        yield Evidence("scontrol", f"FailedNode={node}")
+    for record in facts.nodes:
+        if record.name == node:
+            yield Evidence("scontrol", of_node(record))
+
+
+def of_node(record: NodeRecord) -> str:
+    """What Slurm says of a node, in its own words."""
+    why = f" Reason={record.reason}" if record.reason else ""
+    return f"NodeName={record.name} State={'+'.join(record.state)}{why}"
+
+
+def launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
+    """The end of what srun printed, on one line."""
+    text = " ".join(facts.launcher_text.split())[-400:]
+    return (Evidence("srun", text),) if text else ()
+
+
+def killed_for_memory(facts: LaunchFacts) -> tuple[Evidence, ...]:
+    """What Slurm and the kernel say about processes that were killed for memory."""
+    lines = [" ".join(found[0].split()) for found in _OOM_KILL.finditer(facts.launcher_text)]
+    told = [Evidence("slurm", text[-400:]) for text in dict.fromkeys(lines[:3])]
+    if facts.killed_for_memory:
+        told.append(Evidence("kernel", facts.killed_for_memory))
+    return tuple(told)
+
+
+def _clock(time: datetime | None) -> str:
+    return "Unknown" if time is None else f"{time:%H:%M:%S}"

@@ -1,0 +1,216 @@
+"""What Slurm prints, and ranks that went without a word: as seen on a real Slurm 22.05.8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from slurm_forge.recovery import LaunchFacts, classify
+from slurm_forge.recovery.classify import LostRank
+from slurm_forge.recovery.launch_facts import Heartbeat
+from slurm_forge.slurm.records import AccountingRecord, NodeRecord
+from slurm_forge.slurm.states import parse_state
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Incident
+from tests.unit.recovery.test_classify import NOW, RUNNING, failed, job
+
+AT = "CANCELLED AT 2026-11-22T02:43:25"
+STEP = f"slurmstepd-n1: error: *** STEP 7.0 ON n1 {AT} ***\n"
+ABORTED = "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+TERMINATING = "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+ALL_LOST = (LostRank(0, "n1"), LostRank(1, "n2"))
+
+
+def killed(task: int, how: str = "Killed") -> str:
+    return f"srun: error: n{task + 1}: task {task}: {how}\n"
+
+
+def judged(**facts: Any) -> Incident:
+    return classify(LaunchFacts(now=NOW, step=65, **facts), "3.2")
+
+
+def told(incident: Incident) -> str:
+    return "; ".join(f"{each.source}: {each.text}" for each in incident.evidence)
+
+
+# -- Slurm's printed words, where its records can't be had -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        (" DUE TO PREEMPTION", Cause.PREEMPTED),
+        (" DUE TO TIME LIMIT", Cause.TIME_LIMIT),
+        (" DUE TO JOB REQUEUE", Cause.ADMIN_REQUEUE),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", Cause.NODE_FAIL),
+        ("", Cause.USER_CANCELLED),
+    ],
+)
+def test_without_scontrol_the_batch_steps_own_output_tells(reason: str, cause: Cause) -> None:
+    incident = judged(
+        rank_signals=("SIGTERM",),
+        batch_signals=("SIGTERM",),
+        batch_text=f"step 64\nslurmstepd-n1: error: *** JOB 7 ON n1 {AT}{reason} ***\n",
+    )
+    assert (incident.cause, incident.confidence) == (cause, Confidence.LIKELY)
+    assert "JOB 7 ON n1" in told(incident)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [(" DUE TO PREEMPTION", Cause.PREEMPTED), (" DUE TO JOB REQUEUE", Cause.ADMIN_REQUEUE)],
+)
+def test_a_preemption_without_grace_is_told_from_a_persons_requeue(
+    reason: str, cause: Cause
+) -> None:
+    """Both put the job back at once; the record says the same of both."""
+    incident = judged(
+        rank_signals=("SIGTERM",),
+        batch_signals=("SIGTERM",),
+        restart_count=1,
+        job=job(restarts=2, end_time=NOW),
+        launcher_text=f"slurmstepd-n1: error: *** STEP 7.0 ON n1 {AT}{reason} ***\n",
+    )
+    assert (incident.cause, incident.confidence) == (cause, Confidence.CERTAIN)
+    assert "Restarts from 1 to 2" in told(incident)
+
+
+def test_records_go_before_what_was_printed() -> None:
+    incident = judged(
+        rank_signals=("SIGTERM",),
+        batch_text=f"slurmstepd: error: *** JOB 7 ON n1 {AT} ***",
+        job=replace(RUNNING, preempt_time=NOW),
+    )
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
+
+
+def test_the_job_files_limit_serves_where_slurm_does_not_answer() -> None:
+    incident = judged(due_time_limit=True, planned_end=NOW + timedelta(seconds=30))
+    assert (incident.cause, incident.confidence) == (Cause.TIME_LIMIT, Confidence.LIKELY)
+
+
+def test_the_grace_time_without_scontrol_is_not_taken_for_a_cancellation() -> None:
+    """Its first line is the same as after ``scancel`` of the step."""
+    incident = judged(rank_signals=("SIGTERM",), stopped_at=66, launcher_text=STEP)
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.GUESS)
+
+
+# -- scancel of a step, a rank that was killed -----------------------------------------------------
+
+
+def test_scancel_of_the_step_is_told_by_the_order_of_sruns_words() -> None:
+    text = ABORTED + STEP + killed(0) + TERMINATING + killed(1)
+    incident = judged(lost=ALL_LOST, job_now=RUNNING, exit_status=137, launcher_text=text)
+    assert (incident.cause, incident.confidence) == (Cause.USER_CANCELLED, Confidence.LIKELY)
+    assert "STEP 7.0" in told(incident)
+
+
+def test_accounting_says_who_cancelled_the_step() -> None:
+    row = AccountingRecord(
+        job_ref="7",
+        step="0",
+        job_id=7,
+        state=parse_state("CANCELLED by 1000"),
+        state_text="CANCELLED by 1000",
+        cancelled_by=1000,
+    )
+    text = ABORTED + STEP + killed(0)
+    incident = judged(lost=ALL_LOST, exit_status=137, launcher_text=text, rows=(row,))
+    assert (incident.cause, incident.confidence) == (Cause.USER_CANCELLED, Confidence.CERTAIN)
+    assert "CANCELLED by 1000" in told(incident)
+
+
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [("Killed", "Killed"), ("Segmentation fault (core dumped)", "Segmentation fault")],
+)
+def test_the_rank_that_went_first_is_told_from_those_that_srun_ended(how: str, shown: str) -> None:
+    text = killed(1, how) + TERMINATING + STEP + killed(0)
+    # The channel may see the others' end before the first one's.
+    incident = judged(lost=ALL_LOST, exit_status=137, launcher_text=text)
+    assert incident.cause is Cause.CRASH
+    assert (incident.rank, incident.hosts) == (1, ("n2",))
+    assert shown in told(incident)
+
+
+def test_the_stack_of_the_rank_that_crashed_is_told() -> None:
+    output = (
+        "step 30 loss 2.1\nFatal Python error: Segmentation fault\n\n"
+        "Current thread 0x00007f (most recent call first):\n"
+        '  File "/home/me/ext.py", line 7 in fused\n'
+        '  File "/home/me/train.py", line 31 in train\n'
+    )
+    lost = (LostRank(1, "n2", output=output),)
+    text = killed(1, "Segmentation fault (core dumped)")
+    assert "ext.py" in told(judged(lost=lost, exit_status=139, launcher_text=text))
+
+
+def test_megatrons_own_suspicion_of_the_hardware_is_believed() -> None:
+    text = "srun: error: n2: task 1: Exited with exit code 16\n" + TERMINATING + killed(0)
+    incident = judged(lost=ALL_LOST, exit_status=16, launcher_text=text)
+    assert (incident.cause, incident.rank, incident.hosts) == (Cause.GPU_ERROR, 1, ("n2",))
+
+
+def test_what_a_lost_rank_printed_last_is_looked_through() -> None:
+    output = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+    lost = (LostRank(1, "n2", output=output),)
+    text = "srun: error: n2: task 1: Exited with exit code 1\n"
+    incident = judged(lost=lost, exit_status=1, launcher_text=text)
+    assert (incident.cause, incident.hosts) == (Cause.GPU_ERROR, ("n2",))
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def test_a_node_that_slurm_has_given_up_explains_its_lost_ranks() -> None:
+    down = NodeRecord(name="n2", state=("DOWN", "NOT_RESPONDING"), reason="Not responding")
+    lost = (LostRank(1, "n2"),)
+    nodes = (NodeRecord(name="n1", state=("ALLOCATED",)), down)
+    incident = judged(lost=lost, exit_status=1, job_now=RUNNING, nodes=nodes)
+    assert (incident.cause, incident.hosts, incident.rank) == (Cause.NODE_FAIL, ("n2",), 1)
+    assert "NOT_RESPONDING" in told(incident)
+
+
+def test_a_drained_node_is_not_a_lost_one() -> None:
+    nodes = (NodeRecord(name="n2", state=("ALLOCATED", "DRAIN"), reason="maintenance"),)
+    incident = judged(lost=(LostRank(1, "n2"),), exit_status=1, nodes=nodes)
+    assert incident.cause is Cause.CRASH
+
+
+# -- heartbeats ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"), [(9, "silent for 9 s"), (1, "lives: train at step 4")]
+)
+def test_a_frozen_rank_is_told_from_one_that_waits(silent: int, words: str) -> None:
+    beat = Heartbeat(
+        rank=3,
+        host="n4",
+        silent=timedelta(seconds=silent),
+        phase="train",
+        step=40,
+        since=timedelta(seconds=12),
+    )
+    late = {"late_ranks": (3,), "late_hosts": ("n4",), "beats": (beat,)}
+    incident = judged(probe_failed=True, **late)
+    assert (incident.cause, incident.rank, incident.hosts) == (Cause.HANG, 3, ("n4",))
+    assert words in told(incident)
+
+
+# -- followers -------------------------------------------------------------------------------------
+
+
+def test_ranks_that_only_lost_a_peer_are_told_apart() -> None:
+    failures = (
+        failed(Cause.NCCL_ERROR, 0),
+        failed(Cause.APP_ERROR, 2),
+        failed(Cause.NCCL_ERROR, 3),
+    )
+    incident = judged(failures=failures, job=job())
+    assert (incident.cause, incident.rank) == (Cause.APP_ERROR, 2)
+    assert incident.evidence[-1].source == "followers"
+    assert "ranks 0, 3" in incident.evidence[-1].text
