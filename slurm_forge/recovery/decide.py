@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.loops import looping
 from slurm_forge.recovery.remedies import remedy
 from slurm_forge.recovery.rungs import LR_FLOOR, Applied, Circumstances, apply
-from slurm_forge.spec.recovery import Recovery
+from slurm_forge.spec.recovery import LONGEST_WAIT, Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 
 __all__ = ["LR_FLOOR", "asks_hook_first", "decide", "skips_allowed"]
-
-#: Attempts in a row that ended at the time limit without one commit: more would change nothing.
-NO_PROGRESS_ATTEMPTS = 3
 
 #: The run is over because somebody wanted it so.
 _WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
@@ -36,26 +36,41 @@ def decide(
     *,
     batch_coupled: bool = False,
     mem: int | None = None,
+    time: timedelta | None = None,
+    nodes: int | None = None,
+    now: float | None = None,
     in_process: bool = False,
     hook: bool = False,
+    allocation: bool = True,
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
     Takes the first rung of the cause's ladder whose budget is left and that can be applied; budgets
-    were charged by earlier decisions and are freed by progress past the old high-water step.
-    ``mem`` is the memory per node that the job asks for, in bytes.  ``in_process``: the launch has
-    not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be ``Action.HOOK``, a
-    question that is not journalled: ask the hook and go on with ``recovery.hook.answered``.
+    were charged by earlier decisions and are freed by progress past the old high-water step.  Where
+    going on would be a loop (``recovery.loops``) it is a hold, whatever the ladder says.
+    ``mem`` is the memory per node that the job asks for, in bytes, ``time`` its time limit,
+    ``nodes`` how many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``:
+    the launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
+    ``Action.HOOK``, a question that is not journalled: ask the hook and go on with
+    ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
         return earlier
     if incident.cause in _WANTED:
         return _rest(state, incident, Action.STOP, _WHY_STOPPED[incident.cause])
-    stalled = _stalled(state, incident) or _repeats(state, incident)
-    if stalled:
-        return _held(state, incident, stalled)
-    given = Circumstances(batch_coupled=batch_coupled, mem=mem, in_process=in_process, hook=hook)
+    loop = None if in_process else looping(policy.limits, state, incident, now=now)
+    if loop is not None:
+        return _held(state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step)
+    given = Circumstances(
+        batch_coupled=batch_coupled,
+        mem=mem,
+        time=time,
+        nodes=nodes,
+        in_process=in_process,
+        hook=hook,
+        allocation=allocation,
+    )
     refused: list[str] = []
     for index, rung in enumerate(policy.ladder(incident.cause)):
         if rung.do is Action.SKIP:
@@ -67,14 +82,17 @@ def decide(
         if isinstance(applied, str):
             refused.append(f"no {rung.do.value}: {applied}")
             continue
-        return _taken(incident, rung.do, index, applied)
+        wait = _wait(rung, state.times(incident.cause, index))
+        return _taken(incident, rung.do, index, applied, wait)
     reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
     if not refused:
         reason = f"{incident.cause.value}: for a person to judge; starting again changes nothing"
     return _held(state, incident, reason)
 
 
-def _taken(incident: Incident, action: Action, rung: int, applied: Applied) -> Decision:
+def _taken(
+    incident: Incident, action: Action, rung: int, applied: Applied, wait: timedelta
+) -> Decision:
     target = None if applied.target is None else applied.target.name
     reason = f"{incident.cause.value}: {action.value}"
     if action in (Action.HOLD, Action.RAISE):
@@ -90,11 +108,19 @@ def _taken(incident: Incident, action: Action, rung: int, applied: Applied) -> D
         changes=applied.changes,
         rung=rung,
         target=None if target is None else str(target),
+        wait_s=wait.total_seconds(),
     )
 
 
-def _held(state: RunState, incident: Incident, why: str) -> Decision:
-    return _rest(state, incident, Action.HOLD, f"{why}; next: {remedy(incident.cause)}")
+def _wait(rung: Rung, before: int) -> timedelta:
+    """Twice as long each time that the rung was taken ``before`` without progress since."""
+    doublings = min(before, 20)  # more would only overflow
+    return min(rung.wait * (1 << doublings), LONGEST_WAIT)
+
+
+def _held(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
+    reason = f"{why}; next: {next_step or remedy(incident.cause)}"
+    return _rest(state, incident, Action.HOLD, reason)
 
 
 def _rest(state: RunState, incident: Incident, action: Action, reason: str) -> Decision:
@@ -115,37 +141,3 @@ _WHY_STOPPED = {
     Cause.USER_CANCELLED: "the job was cancelled; it stays cancelled",
     Cause.STOP_REQUESTED: "somebody asked the run to stop",
 }
-
-
-def _repeats(state: RunState, incident: Incident) -> str:
-    """Why once more would be no different: the program failed just as it did the last time."""
-    if incident.cause is not Cause.APP_ERROR or not incident.evidence:
-        return ""
-    earlier = (
-        seen
-        for attempt in reversed(state.attempts)
-        for _, seen in reversed(attempt.incidents)
-        if seen.id != incident.id
-    )
-    last = next(earlier, None)
-    if last is None or (last.cause, last.step, last.evidence) != (
-        incident.cause,
-        incident.step,
-        incident.evidence,
-    ):
-        return ""
-    return f"{incident.cause.value}: the same error at the same step twice in a row"
-
-
-def _stalled(state: RunState, incident: Incident) -> str:
-    """Why going on would be a loop, or nothing."""
-    if incident.cause is not Cause.TIME_LIMIT:
-        return ""
-    recent = state.attempts[-NO_PROGRESS_ATTEMPTS:]
-    if len(recent) < NO_PROGRESS_ATTEMPTS or any(attempt.checkpoints for attempt in recent):
-        return ""
-    # The present one is at its limit whether or not that is in the journal yet.
-    for attempt in recent[:-1]:
-        if not any(seen.cause is Cause.TIME_LIMIT for _, seen in attempt.incidents):
-            return ""
-    return f"{NO_PROGRESS_ATTEMPTS} attempts in a row reached the time limit without one checkpoint"

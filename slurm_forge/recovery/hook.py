@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.rungs import LR_FLOOR, changes_between
+from slurm_forge.recovery.rungs import LR_FLOOR, MOST_TIME, changes_between
 from slurm_forge.recovery.targets import Target, may_be_used, target_of
 from slurm_forge.recovery.windows import merged
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
@@ -69,12 +69,16 @@ def _target(state: RunState, incident: Incident, answer: Decision) -> Target | s
 def _bounded(asked: RecoveryPlan, before: RecoveryPlan, *, batch_coupled: bool) -> RecoveryPlan:
     micro = asked.micro_batch
     keep = batch_coupled or micro is None or micro < 1
+    nodes = asked.nodes
+    all_of_them = batch_coupled or nodes is None or nodes < 1
     return replace(
         asked,
         lr_factor=min(1.0, max(LR_FLOOR, _positive(asked.lr_factor, before.lr_factor))),
         lr_ramp_steps=max(0, asked.lr_ramp_steps),
         micro_batch=before.micro_batch if keep else micro,
         mem_factor=_positive(asked.mem_factor, before.mem_factor),
+        time_factor=min(MOST_TIME, max(1.0, _positive(asked.time_factor, before.time_factor))),
+        nodes=before.nodes if all_of_them else nodes,
         worker_factor=_positive(asked.worker_factor, before.worker_factor),
         skipped=merged([*before.skipped, *asked.skipped]),
         reseeded=max(before.reseeded, asked.reseeded),

@@ -24,9 +24,11 @@ __all__ = ["Act", "Assumed", "Further", "Rehearsal", "rehearse"]
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: All ranks stop and save before these end the attempt: the next one is further on.
 _WITH_SAVE = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
-_NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM})
+_NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM, Action.RAISE_TIME, Action.FEWER_NODES})
 #: How many more incidents are tried to see where it ends; a ladder that goes on then has no end.
 _FAR = 200
+#: Between two strikes: what comes without limit is to be seen so, not stopped for coming often.
+_BETWEEN_S = 3600.0
 #: More checkpoints than these are not made up: nobody keeps them.
 _MOST_CHECKPOINTS = 1000
 
@@ -115,12 +117,14 @@ class _Stage:
         self._assumed = assumed
         self._state = RunState()
         self._attempt = self._launch = self._told = self._struck = 0
+        self._now = 0.0
         self._start_attempt()
 
     def strike(self) -> Act:
         """Train up to the place, let it happen, decide, carry it out."""
         job, cause = self._job, self._cause
         self._struck += 1
+        self._now += _BETWEEN_S
         skips = skips_allowed(job.recovery, cause) if cause in INSTABILITY else 0
         incident = self._incident(max(1, skips))
         self._train(incident.onset or self._at)
@@ -133,6 +137,9 @@ class _Stage:
             incident,
             batch_coupled=job.batch_coupled,
             mem=job.resources.mem,
+            time=job.resources.time,
+            nodes=job.resources.nodes,
+            now=self._now,
             in_process=cause in INSTABILITY,
         )
         self._tell(ev.DecisionTaken(decision=decision))
@@ -226,7 +233,7 @@ class _Stage:
             attempt=self._attempt,
             launch=self._launch,
             sequence=self._told,
-            time=float(self._told),
+            time=self._now,
             writer="rehearsal-0",
             event=event,
         )

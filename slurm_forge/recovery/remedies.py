@@ -16,6 +16,9 @@ _REMEDIES = {
     Cause.NON_FINITE: _UNSTABLE,
     Cause.LOSS_SPIKE: _UNSTABLE,
     Cause.TIME_LIMIT: "save more often (checkpoint.every_minutes), or ask for more time",
+    Cause.PREEMPTED: "save more often (checkpoint.every_minutes), or choose a partition that is "
+    "preempted less",
+    Cause.ADMIN_REQUEUE: "ask the cluster's support why it is requeued",
     Cause.NODE_FAIL: "leave the failing nodes out (resources.exclude)",
     Cause.HANG: "look in the output for what the rank that the evidence names was waiting for",
     Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
+from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.progress import made_progress
 from slurm_forge.recovery.targets import Target, again, next_start, target_of
 from slurm_forge.recovery.windows import left_out, shown, too_short
+from slurm_forge.slurm.nodelist import check_node_name
 from slurm_forge.spec.recovery import Rung, SkipSamples
 from slurm_forge.vocabulary.decision import Action, Change, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["LR_FLOOR", "Applied", "Circumstances", "apply", "changes_between"]
+__all__ = ["LR_FLOOR", "MOST_TIME", "Applied", "Circumstances", "apply", "changes_between"]
 
 #: The learning rate is never cut below this share of the scheduler's own, however often.
 LR_FLOOR = 1 / 16
+#: And the time limit never raised to more than this many times what was asked for.
+MOST_TIME = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +30,18 @@ class Circumstances:
     """What a decision rests on beside policy, state and incident.
 
     ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all
-    of the node).  ``in_process``: the launch goes on, so that warning is something to do.
-    ``hook``: the program has a hook that can be asked.
+    of the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None:
+    not known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``:
+    the program has a hook that can be asked.  ``allocation``: ranks can be started in it again.
     """
 
     batch_coupled: bool = False
     mem: int | None = None
+    time: timedelta | None = None
+    nodes: int | None = None
     in_process: bool = False
     hook: bool = False
+    allocation: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +74,15 @@ def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances)
                 return "resources.mem: 0 is all of the node's memory already"
             raised = replace(plan, mem_factor=plan.mem_factor * (rung.factor or 1.5))
             return Applied(plan=raised, changes=changes_between(plan, raised))
+        case Action.RAISE_TIME:
+            return _more_time(rung, state, incident, given)
+        case Action.FEWER_NODES:
+            return _fewer_nodes(rung, state, incident, given)
         case Action.FEWER_WORKERS:
             fewer = replace(plan, worker_factor=plan.worker_factor * (rung.factor or 0.5))
             return Applied(plan=fewer, changes=changes_between(plan, fewer))
+        case Action.RELAUNCH if not given.allocation:
+            return "nobody is left in the allocation to start ranks again"
         case Action.ROLLBACK | Action.RELAUNCH:
             return _go_back(rung, state, incident)
         case Action.REQUEUE:
@@ -78,6 +94,42 @@ def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances)
             return "no hook decided"
         case _:
             return Applied(plan=plan)
+
+
+def _more_time(
+    rung: Rung, state: RunState, incident: Incident, given: Circumstances
+) -> Applied | str:
+    plan = state.plan
+    if _here(state):
+        return "nobody limits time on this machine"
+    if made_progress(state, incident):
+        # The limit ends every attempt: one that got further needs no longer one.
+        return Applied(plan=plan, remarks=("the limit stays: this attempt got further",))
+    if given.time is None:
+        return "the job file names no resources.time, so what to raise is not known"
+    factor = min(MOST_TIME, plan.time_factor * (rung.factor or 1.5))
+    if factor <= plan.time_factor:
+        return f"the limit is {plan.time_factor:g} times what was asked for already"
+    raised = replace(plan, time_factor=factor)
+    return Applied(plan=raised, changes=changes_between(plan, raised))
+
+
+def _fewer_nodes(
+    rung: Rung, state: RunState, incident: Incident, given: Circumstances
+) -> Applied | str:
+    now = state.plan.nodes or given.nodes
+    if _here(state):
+        return "there is one machine only"
+    if given.batch_coupled:
+        return "batch_coupled: what the ranks compute together is part of the result"
+    if now is None:
+        return "how many nodes the job asks for is not known"
+    if now <= 1:
+        return "there is one node only"
+    fewer = min(now - 1, max(1, int(now * (rung.factor or 0.5))))
+    excluded = _excluded(rung, state, incident)
+    changes = (Change("nodes", str(now), str(fewer)), *changes_between(state.plan, excluded))
+    return Applied(plan=replace(excluded, nodes=fewer), changes=changes)
 
 
 def _smaller_micro_batch(
@@ -165,6 +217,8 @@ def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, 
     texts = (
         ("micro_batch", _text(before.micro_batch), _text(after.micro_batch)),
         ("mem_factor", f"{before.mem_factor:g}", f"{after.mem_factor:g}"),
+        ("time_factor", f"{before.time_factor:g}", f"{after.time_factor:g}"),
+        ("nodes", _text(before.nodes), _text(after.nodes)),
         ("worker_factor", f"{before.worker_factor:g}", f"{after.worker_factor:g}"),
         ("skipped_samples", shown(before.skipped), shown(after.skipped)),
         ("reseeded", str(before.reseeded), str(after.reseeded)),
@@ -182,7 +236,17 @@ def _excluded(rung: Rung, state: RunState, incident: Incident) -> RecoveryPlan:
     plan = state.plan
     if not rung.exclude_node or _here(state):
         return plan
-    return replace(plan, exclude_nodes=tuple(sorted({*plan.exclude_nodes, *incident.hosts})))
+    hosts = {host for host in incident.hosts if _is_node(host)}
+    return replace(plan, exclude_nodes=tuple(sorted({*plan.exclude_nodes, *hosts})))
+
+
+def _is_node(host: str) -> bool:
+    """Slurm refuses a whole list for one name in it that is none ("?" of a rank that left none)."""
+    try:
+        check_node_name(host)
+    except ConfigError:
+        return False
+    return True
 
 
 def _here(state: RunState) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import timedelta
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, ClassVar
@@ -21,11 +22,23 @@ from pydantic import (
 )
 
 from slurm_forge.documents import did_you_mean, wrong_key
-from slurm_forge.spec.types import Count, Factor, Section, Steps
+from slurm_forge.spec.types import Count, Duration, Factor, Section, Steps
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["Ladder", "Recovery", "Rung", "SkipSamples", "default_recovery", "keys_of"]
+__all__ = [
+    "LONGEST_WAIT",
+    "Ladder",
+    "Limits",
+    "Recovery",
+    "Rung",
+    "SkipSamples",
+    "default_recovery",
+    "keys_of",
+]
+
+#: However often a wait is doubled: what is out of order for longer is looked for once an hour.
+LONGEST_WAIT = timedelta(hours=1)
 
 
 class SkipSamples(str, Enum):
@@ -46,20 +59,26 @@ _KEYS: dict[Action, tuple[str, ...]] = {
     Action.ROLLBACK: ("times", "depth", *_STATE_KEYS, "exclude_node"),
     Action.SHRINK_MICRO_BATCH: ("times", "factor"),
     Action.RAISE_MEM: ("times", "factor"),
+    Action.RAISE_TIME: ("times", "factor"),
+    Action.FEWER_NODES: ("times", "factor", "exclude_node"),
     Action.FEWER_WORKERS: ("times", "factor"),
     Action.HOOK: ("times",),
-    Action.RELAUNCH: ("times", "exclude_node", *_STATE_KEYS),
-    Action.REQUEUE: ("times", "exclude_node"),
+    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS),
+    Action.REQUEUE: ("times", "wait", "exclude_node"),
     Action.HOLD: (),
     Action.RAISE: (),
 }
 _DEFAULT_FACTOR = {
     Action.SHRINK_MICRO_BATCH: 0.5,
     Action.RAISE_MEM: 1.5,
+    Action.RAISE_TIME: 1.5,
+    Action.FEWER_NODES: 0.5,
     Action.FEWER_WORKERS: 0.5,
 }
 #: Their factor makes something smaller.
-_SMALLER = frozenset({Action.SHRINK_MICRO_BATCH, Action.FEWER_WORKERS})
+_SMALLER = frozenset({Action.SHRINK_MICRO_BATCH, Action.FEWER_NODES, Action.FEWER_WORKERS})
+#: Theirs makes something larger.
+_LARGER = frozenset({Action.RAISE_MEM, Action.RAISE_TIME})
 #: More good checkpoints than this behind the newest are never kept.
 _DEEPEST = 100
 _FINAL = frozenset({Action.HOLD, Action.RAISE})
@@ -86,7 +105,8 @@ class Rung(Section):
         "lr_factor": "lr_scale", "lr": "lr_scale", "exclude": "exclude_node",
         "exclude_nodes": "exclude_node", "ramp": "ramp_steps", "skip": "skip_samples",
         "window": "skip_samples", "back": "depth", "further_back": "depth", "seed": "reseed",
-        "max_skipped": "most_skipped",
+        "max_skipped": "most_skipped", "delay": "wait", "backoff": "wait", "back_off": "wait",
+        "pause": "wait", "sleep": "wait",
     }  # fmt: skip
 
     do: Annotated[Action, BeforeValidator(_rung_action)] = Field(description="What is done.")
@@ -97,8 +117,15 @@ class Rung(Section):
     )
     factor: Factor | None = Field(
         default=None,
-        description="For shrink_micro_batch and fewer_workers (below 1, 0.5) and raise_mem "
-        "(above 1, 1.5).",
+        description="For shrink_micro_batch, fewer_workers and fewer_nodes (below 1, 0.5), "
+        "raise_mem and raise_time (above 1, 1.5). Fewer nodes are fewer ranks with other random "
+        "numbers; global batch and samples stay. The time limit is raised only where an attempt "
+        "ended without a new checkpoint, to no more than 16 times what was asked for.",
+    )
+    wait: Duration = Field(
+        default=timedelta(0),
+        description="How long to wait before it, twice as long each time without progress, never "
+        "longer than an hour.",
     )
     depth: Steps = Field(
         default=0,
@@ -143,8 +170,10 @@ class Rung(Section):
             object.__setattr__(self, "factor", _DEFAULT_FACTOR[self.do])
         if self.do in _SMALLER and not (self.factor or 0) < 1:
             raise wrong_key("factor", f"expected less than 1, got {self.factor}")
-        if self.do is Action.RAISE_MEM and not 1 < (self.factor or 0) <= 16:
+        if self.do in _LARGER and not 1 < (self.factor or 0) <= 16:
             raise wrong_key("factor", f"expected more than 1 and at most 16, got {self.factor}")
+        if self.wait > LONGEST_WAIT:
+            raise wrong_key("wait", "expected no more than 1h")
         if self.ramp_steps and self.lr_scale == 1.0:
             raise wrong_key("ramp_steps", "there is nothing to ramp without lr_scale below 1")
         if self.most_skipped is not None and self.skip_samples is SkipSamples.NONE:
@@ -166,22 +195,24 @@ Ladder = tuple[Rung, ...]
 
 _ENDINGS = frozenset({Action.REQUEUE, Action.HOLD})
 _PROCESS = _ENDINGS | {Action.RELAUNCH}
+#: What a node or the way between nodes may be to blame for: fewer of them may do.
+_FROM_NODES = _PROCESS | {Action.FEWER_NODES}
 _WATCHED = _PROCESS | {Action.WARN}
 _NUMERIC = _WATCHED | {Action.SKIP, Action.ROLLBACK, Action.HOOK, Action.RAISE}
 
 #: What can cure what.
 _CURES: dict[Cause, frozenset[Action]] = {
     Cause.PREEMPTED: _ENDINGS,
-    Cause.TIME_LIMIT: _ENDINGS,
+    Cause.TIME_LIMIT: _ENDINGS | {Action.RAISE_TIME},
     Cause.ADMIN_REQUEUE: _ENDINGS,
-    Cause.NODE_FAIL: _PROCESS,
+    Cause.NODE_FAIL: _FROM_NODES,
     Cause.CUDA_OOM: _PROCESS | {Action.SHRINK_MICRO_BATCH, Action.RAISE},
     Cause.HOST_OOM: _PROCESS | {Action.RAISE_MEM, Action.FEWER_WORKERS, Action.SHRINK_MICRO_BATCH},
     Cause.NON_FINITE: _NUMERIC,
     Cause.LOSS_SPIKE: _NUMERIC,
-    Cause.NCCL_ERROR: _PROCESS,
-    Cause.HANG: _WATCHED,
-    Cause.GPU_ERROR: _PROCESS,
+    Cause.NCCL_ERROR: _FROM_NODES,
+    Cause.HANG: _WATCHED | {Action.FEWER_NODES},
+    Cause.GPU_ERROR: _FROM_NODES,
     Cause.STORAGE: _WATCHED,
     Cause.CRASH: _PROCESS,
     Cause.APP_ERROR: _PROCESS,
@@ -194,12 +225,13 @@ _CURES: dict[Cause, frozenset[Action]] = {
 _UNLIMITED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
 
 
-def _requeue(times: int | None = None, *, exclude_node: bool = False) -> Rung:
-    return Rung(do=Action.REQUEUE, times=times, exclude_node=exclude_node)
+def _requeue(times: int | None = None, *, exclude_node: bool = False, wait_s: int = 0) -> Rung:
+    wait = timedelta(seconds=wait_s)
+    return Rung(do=Action.REQUEUE, times=times, exclude_node=exclude_node, wait=wait)
 
 
-def _relaunch(times: int) -> Rung:
-    return Rung(do=Action.RELAUNCH, times=times)
+def _relaunch(times: int, *, wait_s: int = 0) -> Rung:
+    return Rung(do=Action.RELAUNCH, times=times, wait=timedelta(seconds=wait_s))
 
 
 def _rollback(times: int) -> Rung:
@@ -215,6 +247,10 @@ def _rollback(times: int) -> Rung:
 @cache
 def _default_ladders() -> Mapping[Cause, Ladder]:
     """What is done when the user says nothing: first what costs seconds, then the queue.
+
+    Only what comes back by itself in minutes is waited for, and the nodes are kept for seconds at
+    most.  Elsewhere a wait gains nothing: Slurm leaves two minutes between two starts of a job
+    anyway, and who has a deadline would only lose time.
 
     Made on first use: building the model of a rung would slow every start of the command line.
     """
@@ -240,13 +276,13 @@ def _default_ladders() -> Mapping[Cause, Ladder]:
         Cause.NCCL_ERROR: stuck,
         Cause.HANG: stuck,
         Cause.GPU_ERROR: (_requeue(3, exclude_node=True),),
-        Cause.STORAGE: (_relaunch(1), _requeue(3)),
+        Cause.STORAGE: (_relaunch(1, wait_s=10), _requeue(3, wait_s=180)),
         Cause.CRASH: (_relaunch(1), _requeue(2, exclude_node=True)),
         Cause.APP_ERROR: (_relaunch(1), _requeue(1)),
         # The same environment would differ again, and what differs is for a human to judge.
         Cause.ENV_MISMATCH: (),
         Cause.CHECKPOINT_BAD: (_relaunch(1),),
-        Cause.EXTERNAL_SERVICE: (_relaunch(2), _requeue(5)),
+        Cause.EXTERNAL_SERVICE: (_relaunch(2, wait_s=30), _requeue(5, wait_s=300)),
         Cause.UNKNOWN: (_requeue(2),),
     }
 
@@ -258,6 +294,38 @@ def _ladder(cause: Cause, description: str) -> Ladder:
     return field
 
 
+class Limits(Section):
+    """How far a run goes on by itself, whatever the ladders allow; then it is held.
+
+    A person who lets it go on starts every count anew.
+    """
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "no_progress": "attempts_without_progress", "attempts": "attempts_without_progress",
+        "without_progress": "attempts_without_progress",
+        "interruptions": "interruptions_without_progress",
+        "preemptions": "interruptions_without_progress", "max_starts": "starts",
+        "restarts": "starts", "restarts_per_day": "starts_per_day", "per_day": "starts_per_day",
+    }  # fmt: skip
+
+    attempts_without_progress: Count = Field(
+        default=3,
+        description="Attempts in a row that fail or reach the time limit without a checkpoint "
+        "past the ones before.",
+    )
+    interruptions_without_progress: Count = Field(
+        default=10,
+        description="Attempts in a row that end without such a checkpoint, whatever for: "
+        "preempted, requeued by an administrator, with a lost node, a silent service or a full "
+        "disk.",
+    )
+    starts_per_day: Count = Field(
+        default=200,
+        description="Starts of all ranks within 24 hours, in the same job or in the queue.",
+    )
+    starts: Count = Field(default=5000, description="Starts of all ranks in all.")
+
+
 class Recovery(Section):
     """What is done about each cause, in order; after the last rung the run is held."""
 
@@ -265,6 +333,7 @@ class Recovery(Section):
         "nan": "non_finite", "inf": "non_finite", "oom": "cuda_oom", "gpu_oom": "cuda_oom",
         "out_of_memory": "host_oom", "timeout": "time_limit", "preemption": "preempted",
         "spike": "loss_spike", "nccl": "nccl_error", "deadlock": "hang", "exception": "app_error",
+        "ceilings": "limits", "ceiling": "limits", "budget": "limits", "budgets": "limits",
     }  # fmt: skip
 
     preempted: Ladder = _ladder(Cause.PREEMPTED, "A job with more right took the nodes.")
@@ -285,6 +354,10 @@ class Recovery(Section):
     checkpoint_bad: Ladder = _ladder(Cause.CHECKPOINT_BAD, "Checkpoints exist, none can be used.")
     external_service: Ladder = _ladder(Cause.EXTERNAL_SERVICE, "A service outside is silent.")
     unknown: Ladder = _ladder(Cause.UNKNOWN, "It ended, and nothing says why.")
+    limits: Limits = Field(
+        default_factory=Limits,
+        description="How far it goes on by itself, whatever the ladders say.",
+    )
 
     @model_validator(mode="after")
     def _every_rung_can_be_reached_and_left(self) -> Recovery:

@@ -37,6 +37,7 @@ _OWN_KEYS = {
     "export-file": "env", "signal": "lead", "wrap": "command",
 }  # fmt: skip
 #: Options that the recovery of a run rests on, or that make sbatch do something else.
+_HETEROGENEOUS = frozenset({"hetjob", "packjob", "het-group", "pack-group"})
 _RESERVED = frozenset({
     "array", "chdir", "error", "get-user-env", "gid", "help", "ignore-pbs", "input", "no-requeue",
     "open-mode", "output", "parsable", "quiet", "requeue", "test-only", "uid", "usage", "verbose",
@@ -57,6 +58,10 @@ def _extra(value: Any) -> Any:
             )
         if option in _OWN_KEYS:
             raise wrong_key(option, f'write it as "{_OWN_KEYS[option]}"')
+        if option in _HETEROGENEOUS:
+            raise wrong_key(
+                option, "a heterogeneous job can't be brought back: ask for one kind of node"
+            )
         if option in _RESERVED:
             raise wrong_key(option, "slurm_forge sets this option itself; remove it")
         try:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from slurm_forge.launch.update import update_for
+from slurm_forge.launch.update import (
+    arguments_for,
+    nodes_asked,
+    time_asked,
+    update_for,
+)
+from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec import JobSpec, job_from_mapping
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -78,3 +85,107 @@ def test_excluded_nodes_go_along() -> None:
     update = update_for(decision(Action.REQUEUE, exclude_nodes=("n1",)), job, None)
     assert update is not None
     assert update.assignments() == ("ExcNodeList=n1",)
+
+
+def job(**resources: Any) -> JobSpec:
+    return job_from_mapping({"name": "x", "entry": "a:b", "resources": resources})
+
+
+def test_what_the_job_file_leaves_out_stays_left_out() -> None:
+    """ExcNodeList= replaces the whole list, and so does --exclude= that of the script."""
+    update = update_for(
+        decision(Action.REQUEUE, exclude_nodes=("n9",)), job(exclude="n[1-2],m7"), None
+    )
+    assert update is not None
+    assert update.assignments() == ("ExcNodeList=m7,n[1-2,9]",)
+    assert arguments_for(update, job(exclude="n[1-2],m7")) == ("--exclude=m7,n[1-2,9]",)
+    alone = JobUpdate(exclude_nodes=("n9",))
+    assert arguments_for(alone, job(exclude="n[1-2],m7")) == ("--exclude=m7,n[1-2,9]",)
+
+
+def test_a_list_in_a_file_of_the_users_is_not_replaced() -> None:
+    update = update_for(decision(Action.REQUEUE, exclude_nodes=("n9",)), job(exclude="./bad"), None)
+    assert update is None
+
+
+# -- the time limit --------------------------------------------------------------------------------
+
+
+def longer(old: float, new: float, action: Action = Action.RAISE_TIME) -> Decision:
+    return Decision(
+        incident_id="1.1",
+        cause=Cause.TIME_LIMIT,
+        action=action,
+        reason="",
+        plan=RecoveryPlan(time_factor=new),
+        changes=(Change("time_factor", f"{old:g}", f"{new:g}"),) if old != new else (),
+    )
+
+
+HOURS = [timedelta(hours=hours) for hours in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("given", "has", "expected"),
+    [
+        (longer(1.0, 2.0), HOURS[1], HOURS[2]),
+        (longer(2.0, 4.0), HOURS[2], HOURS[4]),
+        (longer(2.0, 2.0, Action.REQUEUE), HOURS[2], HOURS[2]),
+    ],
+)
+def test_the_limit_is_raised_once_whoever_has_named_it(
+    given: Decision, has: timedelta, expected: timedelta
+) -> None:
+    named = update_for(given, job(time="01:00:00"), record(time_limit=has))
+    own = update_for(given, job(), record(time_limit=has))
+    assert named is not None and own is not None
+    assert named.time_limit == own.time_limit == expected
+
+
+def test_a_limit_that_nobody_knows_is_left() -> None:
+    assert update_for(longer(1.0, 2.0), job(), record()) is None
+    assert time_asked(job(), None) is None
+    assert time_asked(job(time="2h"), record(time_limit=HOURS[1])) == HOURS[2]
+
+
+# -- fewer nodes -----------------------------------------------------------------------------------
+
+
+def test_fewer_nodes_go_along_as_long_as_they_are_in_force() -> None:
+    asked = job(nodes=4, tasks_per_node=2)
+    update = update_for(decision(Action.REQUEUE, nodes=3), asked, None)
+    assert update is not None
+    # The one without the other has no effect on a job with tasks per node (tried on 22.05.8).
+    assert update.assignments() == ("NumNodes=3-3", "NumTasks=6")
+    assert arguments_for(update, asked) == ("--nodes=3",)
+
+
+def test_a_job_that_names_its_nodes_can_not_do_with_fewer() -> None:
+    assert nodes_asked(job(nodes=4)) == 4
+    assert nodes_asked(job(nodes=2, nodelist="n[1-2]")) is None
+
+
+# -- a successor -----------------------------------------------------------------------------------
+
+
+def test_a_successor_gets_the_same_as_options() -> None:
+    update = JobUpdate(
+        exclude_nodes=("n2", "n1"),
+        memory_per_node=1500 * MIB + 1,
+        time_limit=timedelta(hours=49, seconds=0.5),
+        num_nodes=3,
+        start_after=timedelta(seconds=90.2),
+    )
+    assert arguments_for(update, job()) == (
+        "--exclude=n[2,1]",
+        "--mem=1501M",
+        "--time=2-01:00:01",
+        "--nodes=3",
+        "--begin=now+91",
+    )
+
+
+def test_what_does_not_change_is_the_scripts_to_say() -> None:
+    assert arguments_for(None, job()) == ()
+    assert arguments_for(JobUpdate(), job(exclude="n1", mem="4G")) == ()
+    assert arguments_for(JobUpdate(start_after=timedelta(0)), job()) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -48,16 +49,39 @@ class Life:
         self.state = RunState()
         self._copies = 2 if twice else 1
         self._names = self._told = 0
-        self.tell(ev.AttemptStarted(job="1", restart_count=0, nodes=(), host="n1", via=via))
+        self._via = via
+        self.now = 0.0
+        self.number, self.launch = 0, 1
+        self.attempt()
+
+    def attempt(self, nodes: tuple[str, ...] = ()) -> None:
+        """Another start of the job."""
+        self.number, self.launch = self.number + 1, 1
+        count = self.number - 1
+        self.tell(
+            ev.AttemptStarted(job="1", restart_count=count, nodes=nodes, host="n1", via=self._via)
+        )
+
+    def launched(self, *, begin: int | None = None, end: int | None = None, why: str = "") -> None:
+        """A launch that resumes at step ``begin``, if it comes to that, and ends at ``end``."""
+        self.tell(ev.LaunchStarted(world_size=2))
+        if begin is not None:
+            self.tell(ev.Resumed(step=begin, checkpoint=None, world_size=2))
+        self.tell(ev.LaunchEnded(outcome=why, step=end))
+
+    def asked(self, verb: str = "requeue") -> None:
+        """A person lets the run go on."""
+        self.tell(ev.UserAsked(verb=verb, user="me"), "cli-0")
 
     def tell(self, event: ev.Event, writer: str = "s-0") -> None:
         self._told += 1
+        self.now += 1.0
         for _ in range(self._copies):
             record = Record(
-                attempt=1,
-                launch=1,
+                attempt=self.number,
+                launch=self.launch,
                 sequence=len(self.records),
-                time=float(self._told),
+                time=self.now,
                 writer=writer,
                 event=event,
             )
@@ -70,11 +94,14 @@ class Life:
         *,
         coupled: bool = False,
         mem: int | None = 4 * GIB,
+        time: timedelta | None = None,
+        nodes: int | None = None,
         in_process: bool = False,
         **changes: object,
     ) -> Decision:
         """An incident; each one differs in its id unless ``id`` is given."""
-        seen = incident(cause, len(self.decisions), **changes)
+        named = f"{self.number}.{len(self.decisions)}"
+        seen = incident(cause, **{"id": named, **changes})
         self.tell(ev.IncidentSeen(incident=seen))
         decision = decide(
             self.policy,
@@ -82,17 +109,25 @@ class Life:
             seen,
             batch_coupled=coupled,
             mem=mem,
+            time=time,
+            nodes=nodes,
+            now=self.now,
             in_process=in_process,
         )
         self.tell(ev.DecisionTaken(decision=decision))
         self.decisions.append(decision)
         return decision
 
-    def commit(self, step: int, *, good: bool = False) -> CheckpointName:
+    def commit(
+        self, step: int, *, good: bool = False, findings: tuple[str, ...] = ()
+    ) -> CheckpointName:
         """A checkpoint of a name of its own; ``good``: healthy steps have followed it."""
         self._names += 1
-        name = CheckpointName(step, 1, 1, f"{self._names:08x}")
-        self.tell(ev.CheckpointCommitted(name=str(name), step=step, reason="", seconds=1.0, size=1))
+        name = CheckpointName(step, self.number, self.launch, f"{self._names:08x}")
+        committed = ev.CheckpointCommitted(
+            name=str(name), step=step, reason="", seconds=1.0, size=1, findings=findings
+        )
+        self.tell(committed)
         if good:
             self.judge(name, Trust.GOOD)
         return name
@@ -133,6 +168,7 @@ def rungs_of_any_kind(draw: st.DrawFn) -> dict[str, object]:
         "ramp_steps": st.sampled_from([0, 50]),
         "factor": st.sampled_from([0.01, 0.5, 0.9, 1.5, 4.0]),
         "exclude_node": st.just(True),
+        "wait": st.sampled_from(["0s", "30s", "20m", "1h"]),
         "depth": st.integers(0, 3),
         "skip_samples": st.just("window"),
         "most_skipped": st.sampled_from([1, 500, 10**6]),

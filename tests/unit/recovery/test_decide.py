@@ -1,20 +1,23 @@
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.state import AttemptState, RunState
+from slurm_forge.journal.state import RunState
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.decide import LR_FLOOR, skips_allowed
 from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
 from slurm_forge.vocabulary.cause import Cause, Evidence
-from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from tests.unit.recovery.life import CAUSES, Life, incident
 
-#: What a ladder may go on with for ever: nobody's fault, and a commit may come any time.
+#: What a ladder may go on with for ever (test_loops.py: as long as it gets anywhere).
 ENDLESS = {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE}
 
 
@@ -236,39 +239,126 @@ def test_relaunching_can_cut_the_learning_rate_too() -> None:
     assert (plan.lr_factor, plan.lr_from_step) == (0.5, 100)
 
 
-# -- running into the time limit without getting anywhere ------------------------------------------
+# -- more time, fewer nodes ------------------------------------------------------------------------
+
+HOUR = timedelta(hours=1)
+LONGER = Recovery.model_validate(
+    {"time_limit": [{"do": "raise_time", "times": 3}, {"do": "requeue"}]}
+)
+FEWER = Recovery.model_validate({"hang": [{"do": "fewer_nodes", "times": 9, "exclude_node": True}]})
 
 
-def attempt(number: int, *, cause: Cause = Cause.TIME_LIMIT, saved: bool = False) -> AttemptState:
-    commit = ev.CheckpointCommitted(name="c", step=1, reason="", seconds=1.0, size=1)
-    return AttemptState(
-        number=number,
-        job="1",
-        nodes=(),
-        via="x",
-        started=0.0,
-        incidents=((1.0, incident(cause, number)),),
-        checkpoints=((1.0, commit),) if saved else (),
-    )
+def test_the_time_limit_is_raised_where_an_attempt_got_to_no_checkpoint() -> None:
+    life = Life(LONGER)
+    factors = []
+    for _ in range(3):
+        decision = life.happens(Cause.TIME_LIMIT, time=HOUR)
+        assert decision.action is Action.RAISE_TIME
+        factors.append(decision.plan.time_factor)
+        life.attempt()
+    assert factors == [1.5, 2.25, 3.375]
+    assert [(c.parameter, c.old, c.new) for c in decision.changes] == [
+        ("time_factor", "2.25", "3.375")
+    ]
+    assert life.happens(Cause.TIME_LIMIT, time=HOUR).action is Action.REQUEUE
 
 
-def at_the_limit(*attempts: AttemptState) -> Decision:
-    state = RunState(attempts=attempts)
-    return decide(default_recovery(), state, incident(Cause.TIME_LIMIT))
+def test_an_attempt_that_got_further_comes_back_with_the_limit_it_had() -> None:
+    life = Life(LONGER)
+    for step in range(100, 1000, 100):
+        life.commit(step)
+        decision = life.happens(Cause.TIME_LIMIT, time=HOUR, step=step)
+        assert (decision.action, decision.changes) == (Action.RAISE_TIME, ())
+        assert "this attempt got further" in decision.reason
+        assert decision.plan.time_factor == 1.0
+        life.attempt()
 
 
-def test_three_attempts_at_the_limit_without_a_checkpoint_are_enough() -> None:
-    decision = at_the_limit(*(attempt(n) for n in (1, 2, 3)))
+def test_a_time_limit_that_nobody_knows_is_not_raised() -> None:
+    assert Life(LONGER).happens(Cause.TIME_LIMIT).action is Action.REQUEUE
+    here = Life(LONGER, via=ev.VIA_THIS_MACHINE)
+    assert here.happens(Cause.TIME_LIMIT, time=HOUR).action is Action.REQUEUE
+
+
+def test_the_time_limit_is_raised_sixteen_times_at_most() -> None:
+    rung = {"do": "raise_time", "factor": 5.0}
+    life = Life(Recovery.model_validate({"time_limit": [rung]}))
+    factors = []
+    while (decision := life.happens(Cause.TIME_LIMIT, time=HOUR)).action is not Action.HOLD:
+        factors.append(decision.plan.time_factor)
+        life.attempt()
+    assert factors == [5.0, 16.0]
+    assert "16 times what was asked for already" in decision.reason
+
+
+def test_fewer_nodes_down_to_one_and_without_the_failing_one() -> None:
+    life = Life(FEWER)
+    decision = life.happens(Cause.HANG, nodes=6, hosts=("n3",))
+    assert decision.action is Action.FEWER_NODES
+    assert (decision.plan.nodes, decision.plan.exclude_nodes) == (3, ("n3",))
+    assert [(c.parameter, c.old, c.new) for c in decision.changes] == [
+        ("nodes", "6", "3"),
+        ("exclude_nodes", "", "n3"),
+    ]
+    assert life.happens(Cause.HANG, nodes=6).plan.nodes == 1
+    held = life.happens(Cause.HANG, nodes=6)
+    assert held.action is Action.HOLD
+    assert "there is one node only" in held.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"nodes": None}, "how many nodes the job asks for is not known"),
+        ({"nodes": 4, "coupled": True}, "batch_coupled"),
+    ],
+)
+def test_nodes_that_are_part_of_the_result_or_unknown_are_kept(
+    given: dict[str, Any], why: str
+) -> None:
+    decision = Life(FEWER).happens(Cause.HANG, **given)
     assert decision.action is Action.HOLD
-    assert "checkpoint" in decision.reason
+    assert why in decision.reason
 
 
-def test_an_attempt_that_saved_or_ended_otherwise_does_not_count() -> None:
-    assert at_the_limit(attempt(1), attempt(2)).action is Action.REQUEUE
-    saved = at_the_limit(attempt(1), attempt(2, saved=True), attempt(3))
-    assert saved.action is Action.REQUEUE
-    preempted = at_the_limit(attempt(1), attempt(2, cause=Cause.PREEMPTED), attempt(3))
-    assert preempted.action is Action.REQUEUE
+@given(nodes=st.integers(2, 5000), factor=st.floats(0.001, 0.999))
+def test_fewer_nodes_are_fewer_and_not_none(nodes: int, factor: float) -> None:
+    rung = {"do": "fewer_nodes", "times": 1, "factor": factor}
+    decision = Life(Recovery.model_validate({"hang": [rung]})).happens(Cause.HANG, nodes=nodes)
+    assert decision.plan.nodes is not None
+    assert 1 <= decision.plan.nodes < nodes
+
+
+def test_what_is_no_name_of_a_node_is_not_left_out() -> None:
+    """A rank that left no name is "?", and Slurm refuses a list with that in it."""
+    assert Life().happens(Cause.NODE_FAIL, hosts=("?", "n4", "-x")).plan.exclude_nodes == ("n4",)
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+def test_a_wait_doubles_without_progress_up_to_an_hour() -> None:
+    rung = {"do": "requeue", "times": 9, "wait": "5m"}
+    life = Life(Recovery.model_validate({"external_service": [rung]}))
+    waits = [life.happens(Cause.EXTERNAL_SERVICE).wait_s for _ in range(7)]
+    assert waits == [300, 600, 1200, 2400, 3600, 3600, 3600]
+    life.commit(life.state.high_water + 1)
+    assert life.happens(Cause.EXTERNAL_SERVICE).wait_s == 300
+
+
+def test_every_rung_waits_for_itself_and_a_hold_for_nobody() -> None:
+    life = Life()
+    decisions = [life.happens(Cause.EXTERNAL_SERVICE) for _ in range(8)]
+    assert [each.wait_s for each in decisions] == [30, 60, 300, 600, 1200, 2400, 3600, 0]
+    assert decisions[-1].action is Action.HOLD
+
+
+@pytest.mark.parametrize(
+    "cause", [Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL]
+)
+def test_nobody_waits_after_what_was_nobodys_fault(cause: Cause) -> None:
+    life = Life()
+    assert {life.happens(cause).wait_s for _ in range(5)} == {0}
 
 
 def test_the_plan_of_a_hold_is_the_one_in_force() -> None:

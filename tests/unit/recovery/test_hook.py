@@ -128,10 +128,10 @@ def test_what_it_changes_is_told_with_old_and_new_value() -> None:
 
 
 def test_a_coupled_batch_stays_whatever_the_hook_wants() -> None:
-    plan = RecoveryPlan(micro_batch=4)
+    plan = RecoveryPlan(micro_batch=4, nodes=2)
     said = answered(Life().state, incident(NAN), answer(Action.RELAUNCH, plan), batch_coupled=True)
     assert said is not None
-    assert said.plan.micro_batch is None
+    assert (said.plan.micro_batch, said.plan.nodes) == (None, None)
 
 
 def test_windows_that_are_left_out_stay_left_out() -> None:
@@ -155,12 +155,26 @@ def test_an_end_changes_nothing_else(action: Action) -> None:
     workers=st.floats(),
     micro=st.none() | st.integers(-3, 3),
     ramp=st.integers(-9, 9),
+    time=st.floats(),
+    nodes=st.none() | st.integers(-3, 3),
 )
 def test_no_plan_of_a_hook_leaves_the_bounds(
-    lr: float, mem: float, workers: float, micro: int | None, ramp: int
+    lr: float,
+    mem: float,
+    workers: float,
+    micro: int | None,
+    ramp: int,
+    time: float,
+    nodes: int | None,
 ) -> None:
     plan = RecoveryPlan(
-        lr_factor=lr, mem_factor=mem, worker_factor=workers, micro_batch=micro, lr_ramp_steps=ramp
+        lr_factor=lr,
+        mem_factor=mem,
+        worker_factor=workers,
+        micro_batch=micro,
+        lr_ramp_steps=ramp,
+        time_factor=time,
+        nodes=nodes,
     )
     said = answered(Life().state, incident(NAN), answer(Action.RELAUNCH, plan))
     assert said is not None
@@ -170,3 +184,5 @@ def test_no_plan_of_a_hook_leaves_the_bounds(
     assert bounded.micro_batch is None or bounded.micro_batch >= 1
     assert 0 < bounded.mem_factor < math.inf
     assert 0 < bounded.worker_factor < math.inf
+    assert 1.0 <= bounded.time_factor <= 16.0
+    assert bounded.nodes is None or bounded.nodes >= 1

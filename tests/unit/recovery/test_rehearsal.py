@@ -84,3 +84,32 @@ def test_what_is_left_out_counts_up_to_the_jobs_limit() -> None:
     found = rehearse(from_yaml(text), Cause.LOSS_SPIKE, at=500, repeat=3, assumed=assumed)
     assert [act.decision.action for act in found.acts] == [Action.ROLLBACK, Action.HOLD]
     assert "6 samples would be left out" in found.acts[-1].decision.reason
+
+
+def steps_of(text: str, cause: Cause, *, at: int = 1000, repeat: int = 9) -> list[str]:
+    job = from_yaml(f"name: x\nentry: a:f\n{text}")
+    found = rehearse(job, cause, at=at, repeat=repeat, assumed=Assumed())
+    return [act.decision.action.value for act in found.acts]
+
+
+def test_more_time_and_fewer_nodes_are_rehearsed_with_what_the_job_asks_for() -> None:
+    text = (
+        'resources: {nodes: 4, time: "8h"}\nrecovery:\n'
+        "  hang: [{do: fewer_nodes, times: 9}]\n  time_limit: [{do: raise_time}]\n"
+    )
+    assert steps_of(text, Cause.HANG) == ["fewer_nodes", "fewer_nodes", "hold"]
+    assert set(steps_of(text, Cause.TIME_LIMIT)) == {"raise_time"}
+
+
+def test_where_nothing_is_saved_in_time_the_third_attempt_is_the_last() -> None:
+    text = "recovery: {hang: [{do: requeue, times: 9}]}\n"
+    assert steps_of(text, Cause.HANG, at=50) == ["requeue", "requeue", "hold"]
+    assert steps_of(text, Cause.HANG, at=150) == ["requeue", "requeue", "requeue", "hold"]
+    more = "recovery: {hang: [{do: requeue, times: 9}], limits: {attempts_without_progress: 5}}\n"
+    assert steps_of(more, Cause.HANG, at=50) == ["requeue"] * 4 + ["hold"]
+
+
+def test_what_comes_without_limit_is_not_stopped_for_coming_often() -> None:
+    found = rehearse(JOB, Cause.PREEMPTED, at=100, repeat=100, assumed=Assumed())
+    assert found.end is None
+    assert [(each.action, each.times) for each in found.then] == [(Action.REQUEUE, 200)]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
+from datetime import timedelta
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +19,7 @@ from slurm_forge.journal.state import RunState, RunStatus
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.decide import LR_FLOOR
 from slurm_forge.recovery.windows import total
-from slurm_forge.spec.recovery import Recovery, default_recovery
+from slurm_forge.spec.recovery import Limits, Recovery, default_recovery
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
@@ -25,6 +28,13 @@ from slurm_forge.vocabulary.trust import Trust
 from tests.unit.recovery.life import CAUSES, UNSTABLE, Life, incident, policies
 
 FINAL = {Action.HOLD, Action.RAISE, Action.STOP}
+IN_THE_JOB = {
+    Action.RELAUNCH,
+    Action.ROLLBACK,
+    Action.SHRINK_MICRO_BATCH,
+    Action.FEWER_WORKERS,
+    Action.WARN,
+}
 BATCH = 32
 LONGEST = 10_000
 
@@ -41,7 +51,9 @@ class Storm:
         self.marks: dict[tuple[Cause, int | None], int] = {}
         self.saved = False
 
-    def strike(self, cause: Cause, *, ahead: bool = False) -> Decision:
+    def strike(
+        self, cause: Cause, *, ahead: bool = False, in_process: bool | None = None
+    ) -> Decision:
         draw = self.random
         length = draw.randint(1, 6)
         onset = draw.randint(self.reached + 1 if ahead else 1, self.reached + 50)
@@ -55,7 +67,9 @@ class Storm:
             cause,
             coupled=draw.random() < 0.1,
             mem=draw.choice([None, 0, 1 << 30]),
-            in_process=draw.random() < 0.3,
+            time=draw.choice([None, timedelta(hours=8)]),
+            nodes=draw.choice([None, 1, 16]),
+            in_process=draw.random() < 0.3 if in_process is None else in_process,
             step=seen_at,
             onset=draw.choice([onset, None]) if unstable else None,
             window=draw.choice([window, window, None]) if unstable else None,
@@ -68,6 +82,29 @@ class Storm:
         self.marks[decision.cause, decision.rung] = self.reached
         self.check(before, decision)
         return decision
+
+    def again(self) -> None:
+        """Another attempt, some time later."""
+        self.life.now += self.random.randint(1, 7200)
+        self.life.attempt()
+
+    def goes_on(self, causes: Sequence[Cause], *, ahead: bool = False) -> bool:
+        """A launch ends with one of the causes; whether the run goes on, which it then does."""
+        cause = self.random.choice(causes)
+        begin = None if self.random.random() < 0.3 else self.reached
+        if ahead:
+            self.progress()
+        self.life.launched(begin=begin, end=self.reached, why=cause.value)
+        decision = self.strike(cause, ahead=ahead, in_process=False)
+        if decision.action in FINAL:
+            return False
+        assert 0 <= decision.wait_s <= 3600
+        self.life.now += decision.wait_s
+        if decision.action in IN_THE_JOB:
+            self.life.launch += 1
+        else:
+            self.again()
+        return True
 
     def wander(self) -> None:
         """A checkpoint on ground that was known already: no progress, whatever is said of it."""
@@ -139,7 +176,7 @@ SEEDS = st.integers(0, 2**32)
 def test_any_policy_in_any_storm(policy: Recovery, seed: int, strikes: int, twice: bool) -> None:
     storm = Storm(policy, seed, twice=twice)
     for _ in range(strikes):
-        storm.random.choice([storm.wander, storm.progress, lambda: None])()
+        storm.random.choice([storm.wander, storm.progress, storm.again, lambda: None])()
         storm.strike(storm.random.choice(list(Cause)))
     assert fold(storm.life.records) == storm.life.state
 
@@ -189,13 +226,90 @@ def test_a_thousand_incidents_with_progress_in_between_are_all_survived() -> Non
         assert decision.action not in FINAL, (number, decision.reason)
 
 
+#: What ends an attempt and is not somebody's wish.
+COMING = [cause for cause in Cause if cause not in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)]
+
+
+def most_without_progress(policy: Recovery) -> int:
+    """Whatever changes a parameter is another try, of as many attempts as may get nowhere."""
+    limits = policy.limits
+    row = max(limits.attempts_without_progress, limits.interruptions_without_progress)
+    budgets = sum(rung.times or 16 for cause in COMING for rung in policy.ladder(cause))
+    return row * (budgets + 1)
+
+
+def test_ten_thousand_incidents_of_every_cause_without_progress_all_come_to_an_end() -> None:
+    """With those that have no limit: run after run is held, soon, and says why."""
+    struck = seed = 0
+    policy = default_recovery()
+    while struck < LONGEST:
+        storm = Storm(policy, seed)
+        if seed % 2:
+            storm.progress()
+        length = 1
+        while storm.goes_on(COMING):
+            storm.wander()
+            length += 1
+            assert length < 150, "as good as endless"
+        assert "; next: " in storm.life.decisions[-1].reason
+        struck, seed = struck + length, seed + 1
+
+
+@pytest.mark.parametrize("cause", sorted(COMING))
+def test_one_cause_alone_without_progress_comes_to_an_end(cause: Cause) -> None:
+    storm = Storm(default_recovery(), 5)
+    length = 1
+    while storm.goes_on([cause]):
+        length += 1
+    assert length <= 10
+    assert storm.life.state.status is RunStatus.HELD
+
+
+@settings(max_examples=60, deadline=None)
+@given(policy=policies(), seed=SEEDS)
+def test_any_policy_without_progress_comes_to_an_end(policy: Recovery, seed: int) -> None:
+    storm = Storm(policy, seed)
+    most = most_without_progress(policy)
+    length = 1
+    while storm.goes_on(COMING):
+        length += 1
+        assert length <= most
+
+
+def test_a_storm_with_progress_goes_on_until_the_starts_are_used_up() -> None:
+    policy = default_recovery().model_copy(update={"limits": Limits(starts=600)})
+    # The others have an end of their own: a micro-batch of one, samples enough left out.
+    own_end = {Cause.ENV_MISMATCH, Cause.CUDA_OOM, Cause.HOST_OOM, *UNSTABLE}
+    causes = [cause for cause in COMING if cause not in own_end]
+    storm = Storm(policy, 11)
+    while storm.goes_on(causes, ahead=True):
+        pass
+    assert "600 starts in all" in storm.life.decisions[-1].reason
+    starts = sum(len(each.launches) for each in storm.life.state.attempts)
+    assert starts == 600
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, share=st.floats(0.0, 1.0))
+def test_with_some_progress_it_is_held_only_where_there_was_none(seed: int, share: float) -> None:
+    storm = Storm(default_recovery(), seed)
+    since_progress = 0
+    for _ in range(150):
+        further = storm.random.random() < share
+        since_progress = 0 if further else since_progress + 1
+        if not storm.goes_on([Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NODE_FAIL], ahead=further):
+            assert since_progress >= 3
+            return
+        assert since_progress < 10
+
+
 @settings(max_examples=40, deadline=None)
 @given(policy=policies(), seed=SEEDS, strikes=st.integers(1, 30))
 def test_what_is_written_twice_counts_once(policy: Recovery, seed: int, strikes: int) -> None:
     once, twice = Storm(policy, seed), Storm(policy, seed, twice=True)
     for storm in (once, twice):
         for _ in range(strikes):
-            storm.random.choice([storm.wander, storm.progress])()
+            storm.random.choice([storm.wander, storm.progress, storm.again])()
             storm.strike(storm.random.choice(list(Cause)))
     assert once.life.decisions == twice.life.decisions
     for part in ("plan", "spent", "known", "status", "rollback", "applied", "high_water"):
@@ -224,6 +338,8 @@ def test_no_plan_can_change_the_global_batch_or_the_order_of_the_samples() -> No
         "skipped",
         "reseeded",
         "worker_factor",
+        "time_factor",
+        "nodes",
     }
 
 

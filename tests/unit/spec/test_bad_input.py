@@ -11,7 +11,7 @@ from slurm_forge.spec import from_yaml, job_from_mapping
 HEAD = "name: x\nentry: a.b:f\n"
 HIDDEN = "line breaks, control and invisible characters are not allowed here"
 ACTIONS = (
-    "warn, skip, rollback, shrink_micro_batch, raise_mem, fewer_workers, hook, relaunch, requeue, "
+    "warn, skip, rollback, shrink_micro_batch, raise_mem, raise_time, fewer_nodes, fewer_workers, hook, relaunch, requeue, "
     "hold, raise"
 )
 OPTION = "not the long name of an sbatch option (small letters, digits and dashes, without the leading --)"
@@ -93,9 +93,9 @@ IN_A_JOB = [
     ("recovery: {crash: [{times: 2}]}", 3, "recovery.crash[0].do: missing, and there is no default for it"),
     ("recovery: {crash: requeue}", 3, 'recovery.crash: expected a list, got "requeue"'),
     ("recovery: {crash: [requeue]}", 3, 'recovery.crash[0]: expected keys and values, got "requeue"'),
-    ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, exclude_node)'),
+    ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, wait, exclude_node)'),
     ("recovery: {crash: [{do: hold, times: 2}]}", 3, 'recovery.crash[0].times: does not belong to "do: hold" (it takes nothing else)'),
-    ("recovery: {hang: [{do: skip, times: 2}]}", 3, 'recovery.hang[0].do: "skip" does nothing about hang (try: warn, relaunch, requeue, hold)'),
+    ("recovery: {hang: [{do: skip, times: 2}]}", 3, 'recovery.hang[0].do: "skip" does nothing about hang (try: warn, fewer_nodes, relaunch, requeue, hold)'),
     ("recovery:\n  hang: [{do: relaunch, times: 1},\n    {do: requeue}]", 5, 'recovery.hang[1].do: say how often ("times: 2"); only preempted, time_limit, node_fail, admin_requeue may go on without limit'),
     ("recovery: {preempted: [{do: requeue}, {do: hold}]}", 3, 'recovery.preempted[0].do: "requeue" has no times and goes on without limit: remove the rungs behind it'),
     ("recovery: {crash: [{do: hold}, {do: requeue, times: 1}]}", 3, 'recovery.crash[0].do: "hold" ends the ladder: remove the rungs behind it'),

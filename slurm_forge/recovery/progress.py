@@ -1,0 +1,95 @@
+"""Whether attempts get anywhere: what a row of failures is measured by.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slurm_forge.journal.state import AttemptState, RunState
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+
+__all__ = ["Outcome", "attempt_of", "attempts_of", "let_go_since", "made_progress", "outcomes"]
+
+
+def attempts_of(state: RunState) -> tuple[AttemptState, ...]:
+    """Every attempt once, in order."""
+    return tuple({each.number: each for each in state.attempts}.values())
+
+
+def made_progress(state: RunState, incident: Incident) -> bool:
+    """Whether the attempt of an incident has committed a checkpoint past those before it."""
+    present = attempt_of(state, incident)
+    return any(each.progress for each in outcomes(state) if each.attempt is present)
+
+
+def attempt_of(state: RunState, incident: Incident) -> AttemptState | None:
+    """The attempt that an incident is of: not always the last one that has begun."""
+    number = incident.id.partition(".")[0]
+    named = (each for each in reversed(state.attempts) if str(each.number) == number)
+    return next(named, state.attempts[-1] if state.attempts else None)
+
+
+def let_go_since(state: RunState) -> float:
+    """When a person last let the run go on.  Nobody else brings back what was held."""
+    held = (
+        time
+        for attempt in reversed(state.attempts)
+        for time, decision in reversed(attempt.decisions)
+        if decision.action in (Action.HOLD, Action.RAISE)
+    )
+    last = next(held, -math.inf)
+    return last if state.asked is None else max(state.asked, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an attempt came to: ``mark`` is the furthest checkpoint before it."""
+
+    attempt: AttemptState
+    mark: int
+    progress: bool
+
+
+def outcomes(state: RunState) -> Iterator[Outcome]:
+    """What every attempt came to, in order.
+
+    Only a checkpoint that is healthy and past all before it is progress.  A rollback, whose budget
+    only progress past the old place frees, puts the mark back to where it leads; and what a person
+    has let go on is measured from where it went on.
+    """
+    mark = 0
+    since = let_go_since(state)
+    asked = False
+    for attempt in attempts_of(state):
+        begins = next((each.resumed.step for each in attempt.launches if each.resumed), None)
+        if attempt.started >= since and not asked and begins is not None:
+            asked, mark = True, min(mark, begins)
+        before, progress = mark, False
+        for what in _in_order(attempt):
+            if isinstance(what, Decision):
+                mark = min(mark, _target_step(what))
+            elif what > mark:
+                mark, progress = what, True
+        yield Outcome(attempt, before, progress)
+
+
+def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:
+    """Steps of healthy checkpoints, and rollbacks, as they came."""
+    found: list[tuple[float, int | Decision]] = [
+        (time, commit.step) for time, commit in attempt.checkpoints if not commit.findings
+    ]
+    known: set[str] = set()
+    for time, decision in attempt.decisions:
+        if decision.action is Action.ROLLBACK and decision.incident_id not in known:
+            found.append((time, decision))
+        known.add(decision.incident_id)
+    yield from (what for _, what in sorted(found, key=lambda pair: pair[0]))
+
+
+def _target_step(decision: Decision) -> int:
+    try:
+        return 0 if decision.target is None else CheckpointName.parse(decision.target).step
+    except ValueError:  # of a journal that somebody has edited
+        return 0
