@@ -21,6 +21,9 @@ _STARTED = "SLURM_FORGE_STARTED"
 _LIFELINE = "SLURM_FORGE_LIFELINE"
 _SITE = "SLURM_FORGE_SITE"
 _RUNS = "SLURM_FORGE_RUNS"
+_NODES = "SLURM_FORGE_NODES"
+#: Where a user's programs keep what they remember (XDG Base Directory Specification).
+_STATE_HOME = "XDG_STATE_HOME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,8 @@ class Knobs:
     """What the supervisor tells its ranks, and what a user may set.
 
     ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
-    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.
+    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``nodes`` is
+    the folder of the node ledger, or ``off``.
     """
 
     channel: str | None = None
@@ -39,6 +43,8 @@ class Knobs:
     lifeline: bool = False
     site: str | None = None
     runs: str | None = None
+    nodes: str | None = None
+    state_home: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Knobs:
@@ -52,6 +58,8 @@ class Knobs:
             lifeline=_number(environ, _LIFELINE, 0) == 1,
             site=environ.get(_SITE) or None,
             runs=environ.get(_RUNS) or None,
+            nodes=environ.get(_NODES) or None,
+            state_home=environ.get(_STATE_HOME) or None,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -65,6 +73,8 @@ class Knobs:
             _LIFELINE: "1" if self.lifeline else None,
             _SITE: self.site,
             _RUNS: self.runs,
+            _NODES: self.nodes,
+            _STATE_HOME: self.state_home,
         }
         return {name: value for name, value in given.items() if value}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from slurm_forge.launch.submission import Brought
+    from slurm_forge.launch.asked_back import Brought
     from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["reconcile", "requeue", "save", "stop"]
@@ -56,9 +56,11 @@ def requeue(
 
     Example:  slurm-forge requeue tiny-gpt
     """
+    from slurm_forge.cli.left_out import left_out_now
     from slurm_forge.cli.places import find_run, reference, site_places
     from slurm_forge.errors import RunDirectoryError
-    from slurm_forge.launch.submission import bring_back, run_state
+    from slurm_forge.launch.asked_back import bring_back
+    from slurm_forge.launch.submission import run_state
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.run_file import read_run_file
 
@@ -72,7 +74,11 @@ def requeue(
         )
     chosen = site_places().load(site or file.site).site
     slurm = SubprocessSlurm.of_this_process()
-    brought = bring_back(found, slurm, site=chosen, file=file)
+    out = left_out_now(slurm, file.job, chosen)
+    brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude)
+    if brought.submitted:
+        for said in out.notes:
+            typer.echo(said, err=True)
     follow = f".   follow: slurm-forge status {reference(found)}"
     _answer(found, brought, follow, as_json=json)
 
@@ -83,7 +89,7 @@ def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
     Example:  slurm-forge reconcile tiny-gpt
     """
     from slurm_forge.cli.places import find_run
-    from slurm_forge.launch.submission import reconcile as carry_out
+    from slurm_forge.launch.asked_back import reconcile as carry_out
     from slurm_forge.slurm.client import SubprocessSlurm
 
     found = find_run(run, runs)

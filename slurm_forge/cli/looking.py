@@ -61,11 +61,13 @@ def status(
         _follow(found)
         return
     from slurm_forge.cli.gathering import gather
+    from slurm_forge.cli.surroundings import surrounded, with_queue
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.status import take_status
     from slurm_forge.report.status_text import status_text
 
-    taken = _as_it_is(take_status(gather(found, logs=False)), found)
+    facts = with_queue(surrounded(gather(found, logs=False), found, resources=False))
+    taken = _as_it_is(take_status(facts), found)
     typer.echo(to_json(taken) if json else status_text(taken), nl=json)
 
 
@@ -83,13 +85,15 @@ def explain(
     """
     from slurm_forge.cli.gathering import gather
     from slurm_forge.cli.places import find_run
+    from slurm_forge.cli.surroundings import surrounded, with_queue
     from slurm_forge.errors import RunDirectoryError
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.explain import explain as told_by
     from slurm_forge.report.explain import only_attempt
     from slurm_forge.report.explain_text import explain_text
 
-    facts = gather(find_run(run, runs))
+    found = find_run(run, runs)
+    facts = with_queue(surrounded(gather(found), found))
     story = told_by(facts)
     chosen = story if attempt is None else only_attempt(story, attempt)
     if chosen is None:
@@ -128,6 +132,7 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
     """A line for every run, whatever is wrong with one of them."""
     from slurm_forge.cli.gathering import gather
     from slurm_forge.cli.places import from_here, run_names, runs_folder, runs_of_submitit
+    from slurm_forge.cli.surroundings import surrounded
     from slurm_forge.errors import ForgeError
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.listing import listed, listing, listing_text, unreadable
@@ -139,7 +144,7 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
     for name in run_names(folder):
         found = RunDirectory.at(folder / name)
         try:
-            facts = gather(found, logs=False)
+            facts = surrounded(gather(found, logs=False), found, resources=False)
             lines.append(listed(facts, _as_it_is(take_status(facts), found)))
         except (ForgeError, OSError) as error:
             lines.append(unreadable(name, str(found.path), str(error)))
@@ -151,6 +156,7 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
 def _follow(run: RunDirectory) -> None:
     """Status once, then a line for everything that happens, until the run is at rest."""
     from slurm_forge.cli.gathering import Gathering
+    from slurm_forge.cli.surroundings import surrounded, with_queue
     from slurm_forge.cli.watching import Watcher, screen_for
     from slurm_forge.report.explain import AT_REST
     from slurm_forge.report.status import take_status
@@ -160,7 +166,9 @@ def _follow(run: RunDirectory) -> None:
     at_rest = {status.value for status in AT_REST}
     gathering = Gathering(run)
     gathering.look()
-    taken = _as_it_is(take_status(gathering.facts()), run)
+    # Asked once: what changes is told by the journal, and Slurm has better to do.
+    facts = with_queue(surrounded(gathering.facts(), run, resources=False))
+    taken = _as_it_is(take_status(facts), run)
     typer.echo(status_text(taken), nl=False)
     if taken.status in at_rest:
         return
@@ -171,7 +179,8 @@ def _follow(run: RunDirectory) -> None:
             while taken.status not in at_rest:
                 time.sleep(_LOOK_EVERY_S)
                 watcher.look()
-                taken = _as_it_is(take_status(gathering.facts()), run)
+                facts = surrounded(gathering.facts(), run, resources=False)
+                taken = _as_it_is(take_status(facts), run)
                 if taken.logged != told and time.monotonic() >= tell_from:
                     told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
                     screen.line(f"{clock(time.time())}  {figures(told)}")

@@ -13,7 +13,16 @@ from typing import Annotated
 
 import typer
 
-from slurm_forge.cli import asking, checkpoints, exporting, looking, policy, running, submitting
+from slurm_forge.cli import (
+    asking,
+    checkpoints,
+    exporting,
+    looking,
+    nodes,
+    policy,
+    running,
+    submitting,
+)
 from slurm_forge.cli.failing import ForgeGroup
 
 __all__ = ["app", "main"]
@@ -47,6 +56,7 @@ app.command()(asking.stop)
 app.command()(asking.save)
 app.add_typer(checkpoints.app)
 app.command()(exporting.export)
+app.add_typer(nodes.app)
 app.add_typer(policy.app)
 
 

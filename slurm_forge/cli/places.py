@@ -11,11 +11,14 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import process_environ
 
 if TYPE_CHECKING:
+    from slurm_forge.node_ledger import NodeLedger
     from slurm_forge.site.loading import SitePlaces
+    from slurm_forge.site.model import Site
 
 __all__ = [
     "find_run",
     "from_here",
+    "node_ledger",
     "reference",
     "run_names",
     "runs_folder",
@@ -69,6 +72,14 @@ def site_places() -> SitePlaces:
         user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
         knob=Knobs.from_environ(process_environ()).site,
     )
+
+
+def node_ledger(site: Site, cluster: str | None) -> NodeLedger:
+    """The node ledger: SLURM_FORGE_NODES, else the site's, else one of the user's own."""
+    from slurm_forge.launch.leaving import open_ledger
+
+    knobs = Knobs.from_environ(process_environ())
+    return open_ledger(knobs, cluster=cluster, of_site=site.node_ledger)
 
 
 def from_here(path: Path) -> str:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, RunDirectoryError
-from slurm_forge.files import write_atomic
 from slurm_forge.launch.entry_check import check_entry
 from slurm_forge.launch.script import options
-from slurm_forge.launch.submission import create_run, untouched
+from slurm_forge.launch.submission import create_run, job_script, keep_successor, untouched
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import JobSpec, load_job
@@ -55,6 +54,5 @@ def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, Run
 
 def keep_script(run: RunDirectory, text: str) -> Path:
     """Write the batch script where a successor job is submitted from."""
-    script = run.submissions / "job.sbatch"
-    write_atomic(script, text.encode(), mode=0o700)
-    return script
+    keep_successor(run, text)
+    return job_script(run)

@@ -13,6 +13,7 @@ from slurm_forge.cli.rehearsing import Inject
 if TYPE_CHECKING:
     from slurm_forge.site.model import Site
     from slurm_forge.slurm.client import Slurm
+    from slurm_forge.slurm.records import PartitionRecord
 
 __all__ = ["Submission", "render", "submit"]
 
@@ -48,6 +49,8 @@ class _Chosen:
     site: Site
     because: str
     default_partition: str | None
+    cluster: str | None = None
+    partitions: tuple[PartitionRecord, ...] = ()
 
 
 def submit(
@@ -98,6 +101,7 @@ def _submit(
     *,
     quiet: bool,
 ) -> tuple[Submission, str]:
+    from slurm_forge.cli.left_out import left_out
     from slurm_forge.cli.places import reference, runs_folder
     from slurm_forge.cli.preparing import check, make
     from slurm_forge.cli.rehearsing import rehearsed
@@ -109,6 +113,7 @@ def _submit(
     checked = check(path)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, need_slurm=True)
+    out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
         *checked.doubts,
@@ -118,12 +123,13 @@ def _submit(
             default_partition=chosen.default_partition,
             storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
         ),
+        *out.notes,
     )
     if not quiet:
         for note in notes:
             typer.echo(note)
     run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
-    job = submit_script(run, file, chosen.site, slurm)
+    job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
     submission = Submission(
         run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
     )
@@ -200,4 +206,10 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         return _Chosen(loaded.site, loaded.because, None)
     loaded = places.load(wanted, cluster_name=config.cluster_name)
     default = next((one.name for one in partitions if one.is_default), None)
-    return _Chosen(fill_from_slurm(loaded.site, config, partitions), loaded.because, default)
+    return _Chosen(
+        site=fill_from_slurm(loaded.site, config, partitions),
+        because=loaded.because,
+        default_partition=default,
+        cluster=config.cluster_name,
+        partitions=partitions,
+    )

@@ -56,6 +56,12 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def _folder(text: str) -> str:
+    if not _plain(text).startswith("/"):
+        raise ValueError("the path of a folder, from / on")
+    return text
+
+
 def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", text):
         raise ValueError("letters, digits, '_', '-' and '.' only")
@@ -71,6 +77,7 @@ Duration = Annotated[
 ]
 Line = Annotated[str, AfterValidator(_plain)]
 Option = Annotated[str, AfterValidator(_option)]
+FolderPath = Annotated[str, AfterValidator(_folder)]
 Variables = Annotated[dict[str, str], AfterValidator(_variables)]
 Name = Annotated[str, AfterValidator(_name)]
 
@@ -199,6 +206,8 @@ class Site(_Facts):
     python: Line | None = None
     internet_on_compute_nodes: bool | None = None
     storage: tuple[Storage, ...] = ()
+    #: The folder of the node ledger that a group of users shares.
+    node_ledger: FolderPath | None = None
     notes: tuple[Line, ...] = ()
 
     def facts(self, partition: str | None, qos: str | None = None) -> PartitionFacts:

@@ -14,7 +14,7 @@ from slurm_forge.cli.main import app
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord, QueueRecord
 from tests.unit.report.journals import Scribe
 
 JOB = """\
@@ -34,6 +34,7 @@ class PretendSlurm:
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     outcome: RequeueOutcome = RequeueOutcome.REQUEUED
     submitted: list[tuple[Path, tuple[str, ...]]] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     config: ConfigRecord = field(
         default_factory=lambda: ConfigRecord(
             cluster_name="hill", preempt_type="preempt/partition_prio"
@@ -66,6 +67,12 @@ class PretendSlurm:
         self.submitted.append((script, tuple(args)))
         return "8812301"
 
+    def queue(self, user: str) -> tuple[QueueRecord, ...]:
+        return ()
+
+    def release(self, job: str) -> None:
+        self.released.append(job)
+
     def requeue(self, job: str) -> RequeueReply:
         return RequeueReply(self.outcome, "")
 
@@ -87,7 +94,7 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     monkeypatch.chdir(tmp_path)
-    for name in ("SLURM_FORGE_RUNS", "SLURM_FORGE_SITE"):
+    for name in ("SLURM_FORGE_RUNS", "SLURM_FORGE_SITE", "SLURM_FORGE_NODES", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     # The sites of whoever runs the tests are none of their business.
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_reconcile_carries_an_open_intent_out(
 def test_reconcile_that_finds_no_slurm_says_that_it_is_still_open(
     shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm_forge.launch.ladder._BETWEEN_S", 0.0)
+    monkeypatch.setattr("slurm_forge.launch.asked_back._PATIENCE", timedelta(0))
     held.begin()
     held.write("supervisor", ev.RequeueIntended(job="8812301", method="m", reason="p"))
     slurm.outcome = RequeueOutcome.UNREACHABLE

@@ -232,8 +232,9 @@ def test_without_a_run_there_is_a_line_for_each(shell: Shell, scribe: Scribe) ->
     told = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert [line[0] for line in told] == ["tiny-gpt", "older", "bad", "fresh"]
     assert told[0][1:3] == ["running", "step 50 of 400"]
-    assert told[0][3].endswith(" ago")
-    assert told[1][1:] == ["finished", "step 1 234 of 400", "2 h ago"]
+    assert told[0][3] == "job 8812301"
+    assert told[0][4].endswith(" ago")
+    assert told[1][1:] == ["finished", "step 1 234 of 400", "job 8812301", "2 h ago"]
     assert told[2][1] == "unreadable"
     assert "can be written by other users" in told[2][2]
     assert told[3][1:] == ["new"]

@@ -19,6 +19,8 @@ WORD = st.none() | st.text(st.characters(exclude_characters="\0"), min_size=1, m
     lifeline=st.booleans(),
     site=WORD,
     runs=WORD,
+    nodes=WORD,
+    state_home=WORD,
 )
 def test_a_child_reads_what_its_parent_handed_down(
     channel: str | None,
@@ -29,6 +31,8 @@ def test_a_child_reads_what_its_parent_handed_down(
     lifeline: bool,
     site: str | None,
     runs: str | None,
+    nodes: str | None,
+    state_home: str | None,
 ) -> None:
     knobs = Knobs(
         channel=channel,
@@ -39,6 +43,8 @@ def test_a_child_reads_what_its_parent_handed_down(
         lifeline=lifeline,
         site=site,
         runs=runs,
+        nodes=nodes,
+        state_home=state_home,
     )
     assert Knobs.from_environ(knobs.to_environ()) == knobs
 

@@ -1,0 +1,121 @@
+"""What a report needs beside the journal: starts that failed, the GPUs asked for, Slurm's queue."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.files import open_trusted
+from slurm_forge.report.facts import NotStarted, RunFacts
+from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.client import SubprocessSlurm
+
+__all__ = ["ask_slurm", "surrounded", "with_queue"]
+
+#: What a batch script leaves behind where Python or slurm_forge can't be imported.
+_NOT_STARTED = re.compile(r"not-started-(\d{1,10}(?:_\d{1,10})?)\.txt")
+_MOST_TEXT = 4096
+_MOST_FILES = 100
+#: Somebody waits for the screen: a controller that is slow is done without.
+_PATIENCE = timedelta(seconds=3)
+
+
+def surrounded(facts: RunFacts, run: RunDirectory, *, resources: bool = True) -> RunFacts:
+    """The facts with what lies around the journal; ``resources`` of the job as well."""
+    facts = replace(facts, not_started=tuple(_not_started(run.submissions)))
+    if not resources:
+        return facts
+    asked = _resources(run)
+    nodes = asked.get("nodes", 1)
+    return replace(
+        facts,
+        gpus_per_rank=_gpus_per_rank(asked),
+        nodes_asked=nodes if isinstance(nodes, int) and asked else None,
+    )
+
+
+def with_queue(facts: RunFacts, ask: Callable[[str], QueueAnswer | None] | None = None) -> RunFacts:
+    """The facts with Slurm's word on the job, where the journal says that it waits."""
+    job = job_to_ask_about(facts.records)
+    if job is None or facts.done:
+        return facts
+    return replace(facts, queue=(ask_slurm if ask is None else ask)(job))
+
+
+def ask_slurm(job: str) -> QueueAnswer | None:
+    """What Slurm says of the job; None without Slurm, or without an answer within 3 s."""
+    if shutil.which("scontrol") is None:
+        return None
+    slurm = SubprocessSlurm.of_this_process()
+    if isinstance(slurm, SubprocessSlurm):
+        slurm = slurm.with_timeout(_PATIENCE)
+    try:
+        return QueueAnswer(job, slurm.show_job(job))
+    except ForgeError:
+        return None
+
+
+def _not_started(folder: Path) -> Iterator[NotStarted]:
+    """The newest of them; what can't be trusted is left out."""
+    try:
+        with os.scandir(folder) as entries:
+            named = [(entry, found) for entry in entries if (found := _match(entry)) is not None]
+            dated = sorted(((e.stat().st_mtime, e.path, job) for e, job in named), reverse=True)
+    except OSError:
+        return
+    for time, path, job in dated[:_MOST_FILES]:
+        try:
+            descriptor = open_trusted(path)
+        except (ForgeError, OSError):
+            continue
+        with os.fdopen(descriptor, "rb") as file:
+            # Notes are added at the end.
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_TEXT))
+            text = file.read(_MOST_TEXT).decode(errors="replace")
+        yield NotStarted(job=job, time=time, text=text)
+
+
+def _match(entry: os.DirEntry[str]) -> str | None:
+    found = _NOT_STARTED.fullmatch(entry.name)
+    return None if found is None else found[1]
+
+
+def _resources(run: RunDirectory) -> dict[str, Any]:
+    """``job.resources`` of the run's file; nothing where that can't be read (told elsewhere)."""
+    from slurm_forge.documents import read
+
+    try:
+        body: Any = read(run.spec_file, trusted=True).data
+    except (ForgeError, OSError, ValueError):
+        return {}
+    for key in ("job", "resources"):
+        body = body.get(key) if isinstance(body, dict) else None
+    return body if isinstance(body, dict) else {}
+
+
+def _gpus_per_rank(asked: dict[str, Any]) -> float | None:
+    """GPUs of each rank; None where none are asked for."""
+    per_task = _count(asked.get("gpus_per_task"))
+    if per_task:
+        return float(per_task)
+    generic = str(asked.get("gres") or "")
+    of_gres = generic if generic.startswith("gpu") else None
+    per_node = _count(asked.get("gpus_per_node")) or _count(of_gres)
+    tasks = asked.get("tasks_per_node", 1)
+    return per_node / tasks if per_node and isinstance(tasks, int) and tasks > 0 else None
+
+
+def _count(given: object) -> int:
+    """``8``, ``a100:8``, ``gpu:a100:4``; a kind alone is one."""
+    if given is None or given == "" or isinstance(given, bool):
+        return 0
+    last = str(given).split(",")[0].split("(")[0].rpartition(":")[2]
+    return int(last) if last.isascii() and last.isdigit() and len(last) < 6 else 1
