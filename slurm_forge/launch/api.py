@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slurm_forge.knobs import Knobs
 from slurm_forge.launch.entry_check import check_entry, require_arguments
+from slurm_forge.launch.leaving import leaving_now
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, entry_of, submit_script
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec import job_from_mapping
 
 __all__ = ["submit"]
@@ -37,5 +40,8 @@ def submit(
         require_arguments(train, list(job.args))
     chosen = find_site(site)
     run, file = create_run(job, runs=Path(runs), site=chosen, submitted_from=Path.cwd())
-    submit_script(run, file, chosen, slurm or SubprocessSlurm.of_this_process())
+    client = slurm or SubprocessSlurm.of_this_process()
+    left_out = leaving_now(client, job, chosen, Knobs.from_environ(process_environ()))
+    exclude = left_out.exclude if left_out.nodes else ()
+    submit_script(run, file, chosen, client, exclude=exclude)
     return run

@@ -22,10 +22,13 @@ from slurm_forge.journal.events import (
     IncidentSeen,
     LaunchEnded,
     LaunchStarted,
+    UserAsked,
 )
-from slurm_forge.launch.update import memory_asked
+from slurm_forge.launch.post_mortem import post_mortem
+from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.recovery import LaunchFacts, classify, decide
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt
+from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
@@ -58,6 +61,8 @@ class Attempt:
     claim: Claim
     journal: JournalWriter
     launch: int = 0
+    #: What was decided about the attempt before, where that keeps this one from training.
+    verdict: Decision | None = None
 
     @property
     def fence(self) -> Fence:
@@ -119,12 +124,17 @@ class Attempt:
             ),
             IncidentSeen(incident=incident),
         )
+        record = facts.job_now or facts.job or facts.job_first
+        state = self.state()
         decision = decide(
             policy,
-            self.state(),
+            state,
             incident,
             batch_coupled=self.file.job.batch_coupled,
-            mem=memory_asked(self.file.job, facts.job_now or facts.job or facts.job_first),
+            mem=memory_asked(self.file.job, record),
+            time=time_asked(self.file.job, record),
+            nodes=state.plan.nodes or nodes_asked(self.file.job),
+            now=facts.now.timestamp(),
         )
         full = self._cannot_write(DecisionTaken(decision=decision)) or full
         if full is not None and not _unlimited(policy, decision):
@@ -185,16 +195,24 @@ def begin(
     restart_count: int,
     nodes: tuple[str, ...],
     via: str,
+    slurm: Slurm | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Attempt | Refusal:
-    """Claim the run for a new attempt, unless there is nothing to do or nobody wants it."""
+    """Claim the run for a new attempt, unless there is nothing to do or nobody wants it.
+
+    Where the attempt before it ended without a word, ``slurm`` is asked how; ``FencedError`` where
+    somebody else has claimed the run by then.
+    """
     if run.is_done():
         return Refusal.DONE
+    records, _ = read_journal(run, thin=True)
+    state = fold(records)
     if run.stop_file.exists():
+        _stay_stopped(run, state)
         return Refusal.STOP_FILE
     file = read_run_file(run.spec_file)
-    records, _ = read_journal(run, thin=True)
-    if fold(records).status in _AT_REST:
+    released = _released(state, job, restart_count)
+    if state.status in _AT_REST and not released:
         return Refusal.AT_REST
     if file.job.entry is None:
         raise ForgeError(
@@ -210,7 +228,14 @@ def begin(
         nodes=nodes,
         time=clock(),
     )
+    verdict = None
+    if not released:
+        verdict = post_mortem(run, state, file.job, claim, slurm=slurm, now=clock())
     journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
+    if verdict is not None and verdict.action in _ENDS:
+        return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
+    if released:
+        journal.write(UserAsked(verb="release", user=""))
     journal.write(
         AttemptStarted(
             job=job,
@@ -224,6 +249,36 @@ def begin(
     return Attempt(run, file, claim, journal)
 
 
+def _stay_stopped(run: RunDirectory, state: RunState) -> None:
+    """Say so in the journal, where that still has the run wait for this very start."""
+    if state.status not in (RunStatus.REQUEUED, RunStatus.SUBMITTED):
+        return
+    number = max((each.number for each in state.attempts), default=0)
+    with contextlib.suppress(OSError):
+        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1 << 30)
+        journal.write(
+            DecisionTaken(
+                decision=Decision(
+                    incident_id=f"{number}.stop",
+                    cause=Cause.STOP_REQUESTED,
+                    action=Action.STOP,
+                    reason="the file STOP exists",
+                    plan=state.plan,
+                )
+            )
+        )
+        journal.close()
+
+
+def _released(state: RunState, job: str, restart_count: int) -> bool:
+    """Whether this start is one that we had put into the queue, held, and somebody released.
+
+    Nothing else starts a held job: it is a person's wish that the run goes on.
+    """
+    held = state.held
+    return held is not None and held.job == job and restart_count > held.restart_count
+
+
 #: What a decision means for somebody who can't start ranks again in the same job.
 REQUEUEING = frozenset(
     {
@@ -233,6 +288,8 @@ REQUEUEING = frozenset(
         Action.SHRINK_MICRO_BATCH,
         Action.RAISE_MEM,
         Action.FEWER_WORKERS,
+        Action.RAISE_TIME,
+        Action.FEWER_NODES,
         Action.WARN,
         Action.SKIP,
     }

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from slurm_forge.control import Hub
 from slurm_forge.errors import FencedError, RunDirectoryError
@@ -26,18 +27,19 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.lifeline import Lifeline
-from slurm_forge.launch.timing import timing
+from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.vocabulary.decision import Decision
+from slurm_forge.vocabulary.decision import Action, Decision
 
 __all__ = ["Embedded", "Rendezvous", "await_rendezvous", "withdraw"]
 
 _LIMIT = 1 << 16
 #: How long ranks that were told to leave may take.
 _LEAVE_S = 3.0
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +136,18 @@ class Embedded:
 
     def _conduct(self) -> None:
         file, run = self._attempt.file, self._attempt.run
+        state = self._attempt.state()
         conductor = Conductor(
             self.hub,
             journal=self._attempt.journal,
             watch=self._watch,
-            timing=timing(file.job, state=self._attempt.state(), now=time.time()),
+            timing=timing(
+                file.job,
+                state=state,
+                now=time.time(),
+                # Nobody limits the time of a run on this machine.
+                end=None if self._slurm is None else planned_end(file.job, state),
+            ),
             stop_file=run.stop_file,
             save_file=run.save_file,
             launched=None,
@@ -170,21 +179,36 @@ class Embedded:
             if self._slurm is None:
                 outcome, code = "requeued", self._requeue_exit_code or 0
                 self._attempt.fence()
+                self._wait(self._decision.wait_s)
             else:
-                ladder = Ladder(
-                    self._slurm,
-                    job=self._job,
-                    script=None,
-                    journal=self._attempt.journal,
-                    fence=self._attempt.fence,
-                )
                 update = update_for(self._decision, self._attempt.file.job, self._watch.latest)
-                outcome = ladder.climb(self._decision.reason, update).taken.value
+                wait = timedelta(seconds=self._decision.wait_s)
+                climbed = self._ladder(self._slurm).climb(self._decision.reason, update, wait=wait)
+                outcome = climbed.taken.value
         else:
             code = 1
+            if self._decision.action is Action.HOLD and self._slurm is not None:
+                outcome = self._ladder(self._slurm).hold(self._decision.reason).taken.value
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {self._decision.reason}: {outcome}\n")
         self._leave(code)
+
+    def _ladder(self, slurm: Slurm) -> Ladder:
+        return Ladder(
+            slurm,
+            job=self._job,
+            restart_count=self._attempt.claim.restart_count,
+            script=None,
+            journal=self._attempt.journal,
+            fence=self._attempt.fence,
+        )
+
+    def _wait(self, seconds: float) -> None:
+        """Before whoever started the tasks starts them again; not beyond the starter's own end."""
+        self.hub.abort("the launch is over")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not (self._lifeline and self._lifeline.is_cut()):
+            time.sleep(_LOOK_EVERY_S)
 
     def _leave(self, code: int) -> None:
         """Rank 0 may sit in a collective that will never end: only this thread can end it."""

@@ -7,29 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 
-from slurm_forge.errors import SlurmCommandError
+from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import RequeueDone, RequeueFailed, RequeueIntended
-from slurm_forge.slurm.answers import RequeueOutcome
+from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
+from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate, Slurm
 
-__all__ = ["Comeback", "Ladder", "Taken"]
+__all__ = ["PATIENCE", "Comeback", "Ladder", "Taken"]
 
+#: How often a controller that is busy ("try again later") is asked.
 _TRIES = 3
 _BETWEEN_S = 1.0
+_LONGEST_PAUSE_S = 15.0
+#: How long a controller that is not there is waited for: it cannot end our job meanwhile.
+PATIENCE = timedelta(minutes=5)
+_REQUEUE = "scontrol requeue"
+_HOLD = "scontrol requeuehold"
+_FOUND = "found in the queue"
+_LONGEST_COMMENT = 200
 
 
 class Taken(str, Enum):
-    """How the run comes back."""
+    """How the run comes back, or rests."""
 
     REQUEUED = "requeued"
     SUCCESSOR = "successor"
     OPEN = "open"
+    #: In the queue, until somebody releases it.
+    HELD = "held"
+    #: Out of the queue: held by its journal alone.
+    REST = "hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,11 @@ class Comeback:
 
 
 class Ladder:
-    """Brings one job back.  ``fence`` raises once a newer attempt owns the run."""
+    """Brings one job back, or holds it.  ``fence`` raises once a newer attempt owns the run.
+
+    ``restart_count`` is that of the start we are in.  ``patience`` is how long a controller that
+    does not answer is asked again.
+    """
 
     def __init__(
         self,
@@ -51,56 +68,165 @@ class Ladder:
         script: Path | None,
         journal: JournalWriter,
         fence: Callable[[], None],
+        restart_count: int = 0,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        patience: timedelta = PATIENCE,
     ) -> None:
         self._slurm = slurm
         self._job = job
         self._script = script
         self._journal = journal
         self._fence = fence
+        self._restart_count = restart_count
         self._sleep = sleep
+        self._clock = clock
+        self._patience = patience.total_seconds()
 
-    def climb(self, reason: str, update: JobUpdate | None = None) -> Comeback:
+    def climb(
+        self,
+        reason: str,
+        update: JobUpdate | None = None,
+        *,
+        wait: timedelta = timedelta(0),
+        arguments: Sequence[str] = (),
+    ) -> Comeback:
         """Requeue, or submit a successor where that can't work.  Idempotent; raises only a fence.
 
-        ``update`` is applied to the pending job (excluded nodes, memory) once it is in the queue.
+        ``update`` is applied to the pending job (excluded nodes, memory) once it is in the queue;
+        ``arguments`` are the same for the sbatch of a successor.  It does not start before ``wait``
+        is over.
         """
         self._fence()
-        self._note(RequeueIntended(job=self._job, method="scontrol requeue", reason=reason))
-        reply = self._slurm.requeue(self._job)
-        for _ in range(_TRIES - 1):
-            if not reply.worth_retrying:
-                break
-            self._sleep(_BETWEEN_S)
-            reply = self._slurm.requeue(self._job)
+        self._note(RequeueIntended(job=self._job, method=_REQUEUE, reason=reason))
+        back = self._already_back()
+        if back is not None:
+            return self._came_back(back, _FOUND, update, wait)
+        self._fence()  # Slurm may have taken its time to answer
+        reply = self._persist(self._slurm.requeue)
         if reply.in_queue:
-            self._note(RequeueDone(job=self._job, method="scontrol requeue"))
-            self._update(self._job, update)
-            return Comeback(Taken.REQUEUED, reply.outcome.value)
+            return self._came_back(reply.outcome.value, _REQUEUE, update, wait)
         text = " ".join(reply.stderr.split()) or reply.outcome.value
         if reply.outcome is RequeueOutcome.UNREACHABLE:
-            return self._left_open("scontrol requeue", text)
-        return self._succeed(text, update)
+            return self._left_open(_REQUEUE, text)
+        return self._succeed(text, update, wait, arguments)
 
-    def _succeed(self, why: str, update: JobUpdate | None) -> Comeback:
+    def hold(self, reason: str) -> Comeback:
+        """Put the job into the queue, held, with the reason beside it; raises only a fence.
+
+        Where Slurm refuses that, the run rests out of the queue: that it is held, and why, is in
+        its journal in any case.
+        """
+        self._fence()
+        # Before Slurm is asked, because it ends us; whoever releases the job is believed by this.
+        held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
+        self._note(held)
+        unsure = False
+
+        def ask(job: str) -> RequeueReply:
+            nonlocal unsure
+            if unsure:
+                self._note(held)
+            reply = self._slurm.requeue_hold(job)
+            unsure = reply.outcome is RequeueOutcome.UNREACHABLE
+            if unsure:
+                # Without an answer a start by Slurm must not be taken for somebody's release.
+                self._note(RequeueFailed(job=job, method=_HOLD, reason=reply.stderr))
+            return reply
+
+        reply = self._persist(ask)
+        if not reply.in_queue:
+            text = " ".join(reply.stderr.split()) or reply.outcome.value
+            if not unsure:
+                self._note(RequeueFailed(job=self._job, method=_HOLD, reason=text))
+            return Comeback(Taken.REST, text)
+        if reply.outcome is RequeueOutcome.ALREADY_PENDING:
+            # Somebody has requeued it meanwhile: it would start again.
+            with contextlib.suppress(SlurmCommandError):
+                self._slurm.hold(self._job)
+        line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
+        with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
+            self._slurm.update_job(self._job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+        return Comeback(Taken.HELD, reply.outcome.value)
+
+    def _already_back(self) -> str | None:
+        """Where the job is if it was started anew, or put back into the queue, since we began.
+
+        Somebody else's requeue is as good as ours; a second one would end the new start, and undo
+        whatever anybody has wanted of the job since.
+        """
+        with contextlib.suppress(SlurmCommandError):
+            record = self._slurm.show_job(self._job)
+            if record is not None and record.restarts > self._restart_count:
+                return f"in the queue already ({record.state.value}, Restarts={record.restarts})"
+        return None
+
+    def _came_back(
+        self, text: str, method: str, update: JobUpdate | None, wait: timedelta
+    ) -> Comeback:
+        self._note(RequeueDone(job=self._job, method=method))
+        self._update(self._job, _waiting(update, wait))
+        return Comeback(Taken.REQUEUED, text)
+
+    def _persist(self, ask: Callable[[str], RequeueReply]) -> RequeueReply:
+        """The answer to a request that may be asked again while it can help.
+
+        A request of which the answer was lost may have been carried out: then the job is pending,
+        which is an answer, or we are ended.
+        """
+        until = self._clock() + self._patience
+        pause = _BETWEEN_S
+        busy = 1
+        while True:
+            reply = ask(self._job)
+            if reply.outcome is RequeueOutcome.TRY_AGAIN and busy < _TRIES:
+                busy += 1
+            elif reply.outcome is not RequeueOutcome.UNREACHABLE or self._clock() >= until:
+                return reply
+            self._sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._fence()
+
+    def _succeed(
+        self, why: str, update: JobUpdate | None, wait: timedelta, arguments: Sequence[str]
+    ) -> Comeback:
         """A new job with the same script, which starts when this one has ended."""
         method = "sbatch --dependency=afterany"
         if self._script is None:
-            return self._left_open("scontrol requeue", why)
+            return self._left_open(_REQUEUE, why)
         self._note(RequeueIntended(job=self._job, method=method, reason=why))
+        # What the script says of its beginning was meant for the first start.
+        begin = f"now+{int(wait.total_seconds())}" if wait > timedelta(0) else "now"
+        options = [f"--dependency=afterany:{self._job}", f"--begin={begin}", *arguments]
         try:
-            successor = self._slurm.submit(self._script, (f"--dependency=afterany:{self._job}",))
+            successor = self._submit(self._script, options)
         except SlurmCommandError as error:
             return self._left_open(method, str(error))
         self._note(RequeueDone(job=self._job, method=method, successor=successor))
-        self._update(successor, update)
+        if not arguments:
+            self._update(successor, update)
         return Comeback(Taken.SUCCESSOR, f"{why}; successor {successor}")
+
+    def _submit(self, script: Path, options: Sequence[str]) -> str:
+        """One successor.  A second try only where it is sure that the first made none."""
+        until = self._clock() + self._patience
+        pause = _BETWEEN_S
+        while True:
+            try:
+                return self._slurm.submit(script, options)
+            except SlurmUnreachableError as error:
+                refused = _never_connected(error)
+                if not refused or self._clock() >= until:
+                    raise
+            self._sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._fence()
 
     def _left_open(self, method: str, text: str) -> Comeback:
         self._note(RequeueFailed(job=self._job, method=method, reason=text))
         return Comeback(Taken.OPEN, text)
 
-    def _note(self, event: RequeueIntended | RequeueDone | RequeueFailed) -> None:
+    def _note(self, event: Held | RequeueIntended | RequeueDone | RequeueFailed) -> None:
         """Journal it.  A full disk must not prevent what is asked of Slurm, which is durable."""
         with contextlib.suppress(OSError):
             self._journal.write(event)
@@ -112,3 +238,18 @@ class Ladder:
             self._slurm.update_job(job, update)
         except SlurmCommandError as error:
             self._note(RequeueFailed(job=job, method="scontrol update", reason=str(error)))
+            if update.exclude_nodes and "node name" in error.stderr.lower():
+                # One of them is no node any more, for which Slurm refuses all that was asked for.
+                self._update(job, replace(update, exclude_nodes=None))
+
+
+def _waiting(update: JobUpdate | None, wait: timedelta) -> JobUpdate | None:
+    """The update of a job that is to wait as well."""
+    if wait <= timedelta(0):
+        return update
+    return replace(update or JobUpdate(), start_after=wait)
+
+
+def _never_connected(error: SlurmUnreachableError) -> bool:
+    """Whether sbatch did not even get through, so that it can't have submitted anything."""
+    return "Connection refused" in error.stderr or "Unable to contact" in error.stderr

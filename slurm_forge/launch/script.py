@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,13 +14,24 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
+from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.units import format_memory, format_slurm_duration
 
-__all__ = ["options", "render", "template_folder"]
+__all__ = [
+    "guard_lines",
+    "leave_out",
+    "options",
+    "refuse_several_jobs",
+    "render",
+    "start_lines",
+    "successor_lines",
+    "template_folder",
+]
 
 _TEMPLATE = "srun.sbatch"
+_STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 #: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
 #: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
@@ -66,6 +78,7 @@ def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
         ("open-mode", "append"),
         ("output", str(run.submissions / "%x-%j.out")),
     ]
+    refuse_several_jobs(wanted.extra)
     chosen += list(wanted.extra.items())
     lines = []
     for name, value in chosen:
@@ -98,8 +111,93 @@ def _checked(line: str) -> str:
     return line
 
 
+#: Options that make more than one job of a script.
+_SEVERAL = frozenset({"array", "hetjob", "packjob", "het-group", "pack-group"})
+
+
+def refuse_several_jobs(extra: Mapping[str, object]) -> None:
+    """``ConfigError`` for options of one run that would make an array or a heterogeneous job."""
+    for name, value in extra.items():
+        word = name.replace("_", "-").lstrip("-")
+        if word in _SEVERAL or ":" in str(value).split() or ":" in name.split():
+            raise ConfigError(
+                f"{name}={value} asks for several jobs in one, and a run is one job",
+                next_step="Leave it out.  Nodes of two kinds in one run (a heterogeneous job) are "
+                "not supported; for many runs submit each, or an array with submitit.",
+            )
+
+
+def leave_out(script: str, nodes: Iterable[str]) -> tuple[str, ...]:
+    """The ``--exclude`` for sbatch's command line that adds ``nodes`` to those of ``script``.
+
+    One on the command line replaces the script's own (tried on 22.05.8).  Nodes that the script
+    asks for by name stay; a list that is kept in a file is the user's, and nothing is added to it.
+    """
+    own, asked = _last(script, "exclude"), _last(script, "nodelist")
+    if "/" in own + asked:
+        return ()
+    wanted = set(expand_nodes(asked))
+    added = [node for node in dict.fromkeys(nodes) if node not in wanted]
+    if not added:
+        return ()
+    merged = dict.fromkeys([*expand_nodes(own), *sorted(added)])
+    return (f"--exclude={fold_nodes(merged)}",)
+
+
+def _last(script: str, option: str) -> str:
+    """The value of an ``#SBATCH`` option, of which the last one counts; empty without one."""
+    found = re.findall(rf"^#SBATCH --{option}=(.*)$", script, re.MULTILINE)
+    return "".join(shlex.split(found[-1])) if found else ""
+
+
 def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     """The script that ``submit`` hands to sbatch."""
+    command = [file.python, "-m", "slurm_forge.launch.supervise", str(run.path), "--via", "sbatch"]
+    return (
+        _templates()
+        .get_template(_TEMPLATE)
+        .render(
+            options=options(file.job, site, run),
+            env=file.env,
+            setup=(*site.setup, *file.job.setup),
+            python=file.python,
+            submissions=str(run.submissions),
+            command=shlex.join(command),
+        )
+    )
+
+
+def guard_lines(submissions: str) -> str:
+    """What stands before a script's own commands: a broken environment is told and held.
+
+    ``submissions`` is shell text for the folder that the note goes into.
+    """
+    return _part("guard", submissions)
+
+
+def start_lines(interpreter: str, command: str, *, teardown: bool) -> str:
+    """Check the ``interpreter``, then become ``command``; both are shell text.
+
+    With ``teardown`` the shell stays, for the commands that follow.
+    """
+    return _part("start", interpreter, command, teardown)
+
+
+def successor_lines(submitted: Path, folder: Path, *, first: str, tasks: int) -> str:
+    """Lay the pickle ``submitted`` out in submitit's ``folder`` under the id of this job.
+
+    The results of its ``tasks`` will be found under the ``first`` job's id too.
+    """
+    words = (shlex.quote(word) for word in (str(submitted), str(folder), first))
+    return _part("succeed", *words, f"{{0..{tasks - 1}}}")
+
+
+def _part(macro: str, *arguments: object) -> str:
+    text: str = getattr(_templates().get_template(_STARTING).module, macro)(*arguments)
+    return text
+
+
+def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),
         undefined=jinja2.StrictUndefined,
@@ -107,10 +205,4 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["shellquote"] = shlex.quote
-    return environment.get_template(_TEMPLATE).render(
-        options=options(file.job, site, run),
-        env=file.env,
-        setup=(*site.setup, *file.job.setup),
-        python=file.python,
-        run=str(run.path),
-    )
+    return environment

@@ -21,14 +21,29 @@ def srun_command(
     *,
     options: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    tasks: int | None = None,
+    again: bool = False,
 ) -> tuple[str, ...]:
     """The argument list that starts every rank.
 
     ``--kill-on-bad-exit=1``: without it a dead rank leaves the others hanging (srun man page).
-    ``--no-kill=off`` undoes a job-wide ``--no-kill`` that would disable it.
+    ``--no-kill=off`` undoes a job-wide ``--no-kill`` that would disable it.  ``tasks`` is for a job
+    that came back on other nodes than its script asks for.  ``again``: a step of this job may not
+    have gone, as far as Slurm knows (its daemon was killed), and must not be waited for.
     """
+    overlap = ("--overlap",) if again else ()
+    number = () if tasks is None else (f"--ntasks={tasks}",)
     excluded = ("--exclude=" + ",".join(exclude),) if exclude else ()
-    return ("srun", "--kill-on-bad-exit=1", "--unbuffered", *excluded, *options, *payload)
+    return (
+        "srun",
+        "--kill-on-bad-exit=1",
+        "--unbuffered",
+        *overlap,
+        *number,
+        *excluded,
+        *options,
+        *payload,
+    )
 
 
 class StepProcess:

@@ -1,40 +1,42 @@
-"""Making runs and handing them to Slurm or to this machine; bringing back what was left open."""
+"""Making runs and handing them to Slurm or to this machine."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurm_forge.documents import differences
-from slurm_forge.errors import AlreadyFinishedError, ConfigError, RunDirectoryError
+from slurm_forge.errors import (
+    ConfigError,
+)
 from slurm_forge.files import write_atomic
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal.events import Submitted, UserAsked
-from slurm_forge.launch.ladder import Comeback, Ladder, Taken
-from slurm_forge.launch.script import render
+from slurm_forge.launch.script import leave_out, render
 from slurm_forge.person import person
-from slurm_forge.run_directory import Fence, RunDirectory, list_claims
+from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site
 from slurm_forge.site.storage import storage_at
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import process_environ
-from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile
 
 __all__ = [
-    "Brought",
-    "bring_back",
     "create_run",
     "entry_of",
-    "reconcile",
+    "job_script",
+    "keep_payload",
+    "keep_successor",
+    "note",
+    "payload",
     "refuse_other_job",
     "renew_run",
     "run_state",
+    "submit_again",
     "submit_script",
     "untouched",
 ]
@@ -72,6 +74,7 @@ def create_run(
         srun_options=tuple(site.srun_options),
         purge_after=None if storage is None else storage.purge_after,
         purge_basis=None if storage is None else storage.purge_basis,
+        node_ledger=site.node_ledger,
         job=job,
     )
     if untouched(run):
@@ -123,15 +126,62 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
 
 
 def submit_script(
-    run: RunDirectory, file: RunFile, site: Site, slurm: Slurm, *, verb: str = "submit"
+    run: RunDirectory,
+    file: RunFile,
+    site: Site,
+    slurm: Slurm,
+    *,
+    verb: str = "submit",
+    exclude: Sequence[str] = (),
+    args: Sequence[str] = (),
 ) -> str:
-    """Render the script into the run directory and hand it to sbatch; the job id."""
-    script = run.submissions / "job.sbatch"
-    write_atomic(script, render(file, site, run).encode(), mode=0o700)
+    """Render the script into the run directory and hand it to sbatch; the job id.
+
+    ``exclude`` are nodes to leave out, beside those of the job; ``args`` further options of sbatch,
+    which win over the script's.
+    """
+    text = render(file, site, run)
+    payload(run).unlink(missing_ok=True)  # from now on this script is the run's
+    write_atomic(job_script(run), text.encode(), mode=0o700)
+    return _hand_over(run, slurm, verb, "sbatch", (*leave_out(text, exclude), *args))
+
+
+def submit_again(
+    run: RunDirectory, slurm: Slurm, *, exclude: Sequence[str] = (), args: Sequence[str] = ()
+) -> str:
+    """Hand over the script that is kept for successors, as it is; the job id.
+
+    ``exclude`` and ``args`` as for ``submit_script``.
+    """
+    given = (*leave_out(job_script(run).read_text(), exclude), *args)
+    return _hand_over(run, slurm, "requeue", "submitit forge", given)
+
+
+def keep_successor(run: RunDirectory, script: str) -> None:
+    """Keep the ``script`` that a job with another id is to go on with, for this run alone."""
+    write_atomic(job_script(run), script.encode(), mode=0o700)
+
+
+def keep_payload(run: RunDirectory, pickle: bytes) -> None:
+    """Keep what submitit runs in the run's job, for its successors."""
+    write_atomic(payload(run), pickle)
+
+
+def job_script(run: RunDirectory) -> Path:
+    """The script that a successor of the run's job is submitted with."""
+    return run.submissions / "job.sbatch"
+
+
+def payload(run: RunDirectory) -> Path:
+    """Where submitit's own submission is kept: there only if it is what the run's script runs."""
+    return run.submissions / "submitted.pkl"
+
+
+def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple[str, ...]) -> str:
     # Asked for before Slurm is: a job that starts at once must not find the run at rest.
     note(run, UserAsked(verb=verb, user=person()))
-    job = slurm.submit(script)
-    note(run, Submitted(job=job, via="sbatch"))
+    job = slurm.submit(job_script(run), args)
+    note(run, Submitted(job=job, via=via))
     return job
 
 
@@ -147,72 +197,3 @@ def run_state(run: RunDirectory) -> RunState:
     """The state of a run from its journal."""
     records, _ = read_journal(run, thin=True)
     return fold(records)
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What was done to bring a run back: ``job`` is where it goes on."""
-
-    job: str
-    text: str
-    changed: bool
-
-
-def bring_back(run: RunDirectory, slurm: Slurm, *, site: Site, file: RunFile) -> Brought:
-    """A person asks for the run to go on: requeue its job, or submit it again."""
-    if run.is_done():
-        raise AlreadyFinishedError(
-            f"{run.name} is finished",
-            next_step="Start a new run under another name to train further.",
-        )
-    state = run_state(run)
-    alive = _alive(state, slurm)
-    if alive is not None:
-        return Brought(state.job, f"job {state.job} is {alive} already", changed=False)
-    run.stop_file.unlink(missing_ok=True)
-    job = submit_script(run, file, site, slurm, verb="requeue")
-    return Brought(job, f"submitted as job {job}", changed=True)
-
-
-def reconcile(run: RunDirectory, slurm: Slurm) -> Brought:
-    """Carry out an intent that an attempt left open because Slurm did not answer it."""
-    state = run_state(run)
-    if run.is_done() or state.status is RunStatus.FINISHED:
-        return Brought(state.job, "the run is finished", changed=False)
-    intent = state.open_intent
-    if intent is None:
-        return Brought(state.job, "nothing is open", changed=False)
-    alive = _alive(state, slurm, pending_only=True)
-    attempt = max(list_claims(run), default=0)
-    journal = JournalWriter(run, attempt=attempt, writer="cli", launch=1 << 30)
-    if alive is not None:
-        # It may have been taken although the answer was lost; a second one would end the new start.
-        from slurm_forge.journal.events import RequeueDone
-
-        journal.write(RequeueDone(job=intent.job, method="found in the queue"))
-        return Brought(intent.job, f"job {intent.job} is {alive} already", changed=False)
-    script = run.submissions / "job.sbatch"
-    ladder = Ladder(
-        slurm,
-        job=intent.job,
-        script=script if script.is_file() else None,
-        journal=journal,
-        fence=Fence(run, attempt),
-    )
-    comeback: Comeback = ladder.climb(f"reconcile: {intent.reason}")
-    if comeback.taken is Taken.OPEN:
-        raise RunDirectoryError(
-            f"the intent is still open: {comeback.text}",
-            next_step="Try slurm-forge reconcile again when Slurm answers.",
-        )
-    return Brought(run_state(run).job, comeback.text, changed=True)
-
-
-def _alive(state: RunState, slurm: Slurm, *, pending_only: bool = False) -> str | None:
-    if not state.job or not state.job[0].isdigit():
-        return None
-    record = slurm.show_job(state.job)
-    if record is None:
-        return None
-    living = PENDING_LIKE if pending_only else PENDING_LIKE | ACTIVE
-    return record.state.value if record.state in living else None

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import shlex
 import shutil
 import sys
 import uuid
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 from submitit.core import core, utils
 from submitit.slurm.slurm import SlurmExecutor
 
@@ -26,23 +25,29 @@ from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.launch.entry_check import require_arguments
 from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, entry_of, note
+from slurm_forge.launch.submission import (
+    create_run,
+    entry_of,
+    keep_payload,
+    keep_successor,
+    note,
+    payload,
+)
+from slurm_forge.launch.submitit_handle import RunHandle
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.launch.submitit_names import accept_slurm_names
+from slurm_forge.launch.submitit_script import Array, Successor, batch_script
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
-from slurm_forge.units import parse_slurm_duration
 
 __all__ = ["ForgeExecutor"]
-
-#: Below this limit Slurm's early warning would cost a large part of every attempt; the supervisor
-#: watches the clock itself.
-_SIGNAL_FROM = timedelta(minutes=10)
 
 
 class ForgeExecutor(SlurmExecutor):
     """A submitit executor whose jobs are brought back by a supervisor in the batch step."""
+
+    job_class = RunHandle
 
     def __init__(self, folder: str | Path, *args: Any, **kwargs: Any) -> None:
         super().__init__(folder, *args, **kwargs)
@@ -50,6 +55,11 @@ class ForgeExecutor(SlurmExecutor):
             raise SubmissionError(
                 f"Slurm leaves backslashes out of the paths of logs: {self.folder}",
                 next_step="Give a folder without one in its path.",
+            )
+        if not str(self.folder).isprintable():
+            raise SubmissionError(
+                f"a folder of logs can't be {str(self.folder)!r}",
+                next_step="Give a folder whose path is one line of printable text.",
             )
         # Submitit's pickles are executed by whoever starts the job: nobody else may write there.
         make_private_directory(utils.JobPaths.get_first_id_independent_folder(self.folder))
@@ -63,7 +73,9 @@ class ForgeExecutor(SlurmExecutor):
         self, delayed_submissions: list[utils.DelayedSubmission]
     ) -> list[core.Job[Any]]:
         runs = [self._as_run(delayed) for delayed in delayed_submissions]
-        for run in runs:
+        for run, delayed in zip(runs, delayed_submissions, strict=True):
+            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            keep_payload(run, cloudpickle.dumps(delayed))
             note(run, UserAsked(verb="submit", user=person()))
         jobs = (
             [self._submit_one(delayed_submissions[0], runs[0])]
@@ -71,6 +83,7 @@ class ForgeExecutor(SlurmExecutor):
             else self._submit_array(delayed_submissions, runs)
         )
         for run, job in zip(runs, jobs, strict=True):
+            keep_successor(run, self._successor(run, job))
             note(run, Submitted(job=job.job_id, via="submitit forge"))
         return jobs
 
@@ -101,6 +114,9 @@ class ForgeExecutor(SlurmExecutor):
                 "resources": {
                     "nodes": int(parameters.get("nodes", 1)),
                     "tasks_per_node": int(parameters.get("ntasks_per_node") or 1),
+                    # What a job that comes back is to leave out is added to these.
+                    "exclude": parameters.get("exclude"),
+                    "nodelist": parameters.get("nodelist"),
                 },
             }
         )
@@ -116,33 +132,26 @@ class ForgeExecutor(SlurmExecutor):
         return run
 
     def _submit_one(self, delayed: utils.DelayedSubmission, run: RunDirectory) -> core.Job[Any]:
-        self._supervised = [str(run.path)]
-        try:
-            return super()._internal_process_submissions([delayed])[0]
-        finally:
-            self._supervised = []
+        self._subject = run.path
+        return super()._internal_process_submissions([delayed])[0]
 
     def _submit_array(
         self, delayed_submissions: list[utils.DelayedSubmission], runs: list[RunDirectory]
     ) -> list[core.Job[Any]]:
-        """One array job; which task is which run stands in a file beside the pickles."""
+        """One array job; which task is which run stands in files beside the pickles."""
         folder = utils.JobPaths.get_first_id_independent_folder(self.folder)
-        index = folder / f"array-{uuid.uuid4().hex}.json"
+        name = f"array-{uuid.uuid4().hex}"
+        index, folders = folder / f"{name}.json", folder / f"{name}.txt"
         write_atomic(index, json.dumps([str(run.path) for run in runs]).encode())
+        write_atomic(folders, "".join(f"{run.submissions}\n" for run in runs).encode())
         pickles = []
         for delayed in delayed_submissions:
             path = folder / f"{uuid.uuid4().hex}.pkl"
-            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             delayed.dump(path)
             pickles.append(path)
-        self._supervised = ["--array", str(index)]
-        self.parameters["map_count"] = len(runs)
-        try:
-            self._throttle()
-            first: core.Job[Any] = self._submit_command(self._submitit_command_str)
-        finally:
-            del self.parameters["map_count"]
-            self._supervised = []
+        self._subject = Array(index, folders, len(runs))
+        self._throttle()
+        first: core.Job[Any] = self._submit_command(self._submitit_command_str)
         tasks = list(range(first.num_tasks))
         jobs: list[core.Job[Any]] = [
             self.job_class(folder=self.folder, job_id=f"{first.job_id}_{task}", tasks=tasks)
@@ -152,79 +161,20 @@ class ForgeExecutor(SlurmExecutor):
             job.paths.move_temporary_file(path, "submitted_pickle")
         return jobs
 
-    #: What the supervisor of the submission under way is told to conduct.
-    _supervised: list[str] = []  # noqa: RUF012  set per instance while a job is submitted
+    def _successor(self, run: RunDirectory, job: core.Job[Any]) -> str:
+        """The script for when the job can't be started again: in its folder, for its run alone."""
+        pickle = payload(run)
+        subject = Successor(run.path, pickle, first=job.job_id, tasks=self._num_tasks())
+        return batch_script(subject, job.paths.folder, self.python, self.parameters)
+
+    #: What the submission under way is for.
+    _subject: Path | Array | None = None
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         """Submitit's script, with the supervisor in the place of srun."""
-        parameters = dict(self.parameters)
-        extra = dict(parameters.get("additional_parameters") or {})
-        if not {"no_requeue", "no-requeue"} & set(extra):
-            extra.setdefault("requeue", True)
-        parameters["additional_parameters"] = extra
-        _check_printable({**parameters, **extra})
-        srun_args = list(parameters.pop("srun_args", None) or [])
-        if not parameters.pop("use_srun", True):
-            raise SubmissionError(
-                "forge needs srun to start the ranks (use_srun=False was given)",
-                next_step="Leave use_srun out; the function may still start what it likes.",
-            )
-        text = _script(_PAYLOAD, parameters, self.folder)
-        supervisor = [self.python, "-m", "slurm_forge.launch.supervise"]
-        supervisor += [shlex.quote(word) for word in self._supervised]
-        supervisor += ["--via", shlex.quote("submitit forge"), "--"]
-        supervisor += [shlex.quote(word) for word in self._step_options(srun_args)]
-        # The payload is submitit's own: it loads the pickle, calls the pointer, stores the result.
-        run = "exec " if not parameters.get("teardown") else ""
-        payload = run + " ".join([*supervisor, command])
-        lines = [
-            payload if line == _PAYLOAD else line
-            for line in text.split("\n")
-            if "signal" in extra or self._warns() or not line.startswith("#SBATCH --signal=")
-        ]
-        return "\n".join(lines)
-
-    def _warns(self) -> bool:
-        limit = self.parameters.get("time", 5)
-        try:
-            # Submitit means minutes, and passes on whatever else Slurm understands.
-            text = isinstance(limit, str)
-            given = parse_slurm_duration(limit) if text else timedelta(minutes=limit)
-        except ValueError as error:
-            raise SubmissionError(
-                f"time={limit!r} is no time limit ({error})",
-                next_step='Give minutes as a number, or Slurm\'s own form: "1-12:00:00".',
-            ) from error
-        return given is None or given >= _SIGNAL_FROM
-
-    def _step_options(self, srun_args: list[str]) -> list[str]:
-        """Per-task logs where submitit looks for them."""
-        paths = utils.JobPaths(folder=self.folder)
-        out, err = str(paths.stdout), str(paths.stderr)
-        if "map_count" in self.parameters:
-            out, err = out.replace("%j", "%A_%a"), err.replace("%j", "%A_%a")
-        errors = [] if self.parameters.get("stderr_to_stdout") else ["--error", err]
-        return ["--open-mode=append", "--output", out, *errors, *srun_args]
-
-
-#: A line of its own in submitit's script, to be exchanged for ours.
-_PAYLOAD = ":slurm_forge payload"
-
-
-def _check_printable(parameters: dict[str, Any]) -> None:
-    """A line break would end the comment that an option is, and begin a command."""
-    for name, value in parameters.items():
-        if isinstance(value, str) and not value.isprintable():
-            raise SubmissionError(
-                f"{name}={value!r} can't be an sbatch option",
-                next_step="Options are one line of printable text.",
-            )
-
-
-def _script(command: str, parameters: dict[str, Any], folder: Path | str) -> str:
-    from submitit.slurm.slurm import _make_sbatch_string
-
-    return str(_make_sbatch_string(command=command, folder=folder, use_srun=False, **parameters))
+        if self._subject is None:
+            raise TypeError("only submit, batch and map_array make scripts")
+        return batch_script(self._subject, self.folder, self.python, self.parameters)
 
 
 accept_slurm_names()

@@ -121,6 +121,7 @@ class _Stock:
             restart_count=self._place.restart_count,
             nodes=environment.nodes if in_slurm and environment else (socket.gethostname(),),
             via="submitit slurm" if in_slurm else VIA_THIS_MACHINE,
+            slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
         )
         if isinstance(begun, Refusal):
             Rendezvous("", "", 0).publish(self._run, self._key)

@@ -11,14 +11,15 @@ import json
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
 from slurm_forge.control import Hub
-from slurm_forge.errors import FencedError, ForgeError
+from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.files import read_trusted
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
@@ -29,12 +30,14 @@ from slurm_forge.launch.attempt import (
     Refusal,
     begin,
 )
+from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
+from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder, Taken
+from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.steps import StepProcess, srun_command
-from slurm_forge.launch.timing import timing
-from slurm_forge.launch.update import update_for
+from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
@@ -48,6 +51,8 @@ __all__ = ["main", "supervise"]
 #: After the last words ranks leave at once; srun reports it a moment later.
 _SRUN_RETURNS_S = 5.0
 _SCRIPT = "job.sbatch"
+#: Time is short, and no node is to blame.
+_URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 
 
 @dataclass(slots=True)
@@ -56,12 +61,21 @@ class _Current:
 
     conductor: Conductor | None = None
     early: list[str] | None = None
+    _seen: threading.Event = field(default_factory=threading.Event)
 
     def signal(self, signal: Signals) -> None:
         if self.conductor is not None:
             self.conductor.signal(signal.name)
         else:
             self.early = [*(self.early or []), signal.name]
+            self._seen.set()
+
+    def wait(self, seconds: float) -> None:
+        """Between two launches; a signal is acted on at once, by the next of them."""
+        if seconds > 0:
+            self._seen.clear()
+            if not self.early:
+                self._seen.wait(seconds)
 
 
 def supervise(
@@ -80,13 +94,24 @@ def supervise(
     """
     current = _Current()
     SignalWatcher(current.signal)
-    begun = begin(
-        run,
-        job=environment.job_ref,
-        restart_count=environment.restart_count,
-        nodes=environment.nodes,
-        via=via,
-    )
+    if environment.heterogeneous:
+        raise ForgeError(
+            f"job {environment.job_ref} is heterogeneous: Slurm requeues all of its parts together "
+            "and starts the ranks of each apart, so that a run can't be brought back from it",
+            next_step="Ask for one kind of node: no hetjob, no ':' between options of sbatch.",
+        )
+    try:
+        begun = begin(
+            run,
+            job=environment.job_ref,
+            restart_count=environment.restart_count,
+            nodes=environment.nodes,
+            via=via,
+            slurm=slurm,
+        )
+    except FencedError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 0
     if isinstance(begun, Refusal):
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         return 0
@@ -94,12 +119,26 @@ def supervise(
     ladder = Ladder(
         slurm,
         job=environment.job_ref,
+        restart_count=environment.restart_count,
         script=script,
         journal=begun.journal,
         fence=begun.fence,
     )
     try:
-        return _Supervisor(begun, payload, environment, variables, watch, ladder, current).run()
+        back = ComingBack(
+            begun,
+            ladder,
+            slurm,
+            nodes=environment.nodes,
+            partition=environment.partition,
+            cluster=environment.cluster_name,
+            knobs=Knobs.from_environ(variables),
+            latest=lambda: watch.latest,
+        )
+        back.prepare()
+        return _Supervisor(
+            begun, payload, environment, variables, watch, back, current, slurm
+        ).run()
     except FencedError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         begun.end(TAKEN_OVER)
@@ -118,36 +157,66 @@ class _Supervisor:
         environment: SlurmEnvironment,
         variables: dict[str, str],
         watch: JobWatch,
-        ladder: Ladder,
+        back: ComingBack,
         current: _Current,
+        slurm: Slurm,
     ) -> None:
         self._attempt = attempt
+        self._slurm = slurm
         self._payload = payload
         self._environment = environment
         self._variables = variables
         self._watch = watch
-        self._ladder = ladder
+        self._back = back
         self._current = current
 
     def run(self) -> int:
+        if self._attempt.verdict is not None:
+            return self._go(self._attempt.verdict, None)
         while True:
             facts, step = self._launch()
-            decision = self._attempt.conclude(facts)
+            decision = self._concluded(facts)
             if decision is None:
                 self._leave(step)
                 self._attempt.end("finished")
                 return 0
-            excluded = set(decision.plan.exclude_nodes) & set(self._environment.nodes)
-            # A node that is to be left out can't be while the allocation is kept.
-            if decision.action in RELAUNCHING and _may_stay(facts) and not excluded:
+            staying = decision.action in RELAUNCHING and _may_stay(facts)
+            if decision.cause not in _URGENT:
+                self._back.strike(decision)
+            if staying and not self._back.must_leave(decision):
                 self._leave(step)
+                self._current.wait(decision.wait_s)
                 continue
-            return self._go(decision, facts, step)
+            return self._go(decision, step)
+
+    def _concluded(self, facts: LaunchFacts) -> Decision | None:
+        """What is done about it.  Where nothing can be written down, a person has to see to it."""
+        attempt = self._attempt
+        try:
+            return attempt.conclude(
+                gathered(
+                    facts,
+                    run=attempt.run,
+                    attempt=attempt.claim.attempt,
+                    launch=attempt.launch,
+                    job=self._environment.job_ref,
+                    slurm=self._slurm,
+                    output_of=RankOutput(self._payload, self._environment).path,
+                    batch_output=own_output(),
+                    restart_count=self._environment.restart_count,
+                )
+            )
+        except RunDirectoryError as error:
+            self._back.hold(error.message)
+            raise
 
     def _launch(self) -> tuple[LaunchFacts, StepProcess]:
         file, attempt = self._attempt.file, self._attempt
-        asked = file.job.resources.nodes * file.job.resources.tasks_per_node
-        world = self._environment.ntasks or asked
+        wanted, state = file.job.resources, attempt.state()
+        world = self._environment.ntasks or wanted.nodes * wanted.tasks_per_node
+        tasks = None
+        if state.plan.nodes is not None:
+            world = tasks = len(self._environment.nodes) * wanted.tasks_per_node
         hub = Hub(world_size=world, nonce=secrets.token_hex(16))
         hub.start()
         try:
@@ -165,12 +234,24 @@ class _Supervisor:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
                 variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
                 variables.setdefault("OMP_NUM_THREADS", cpus)
-            step = StepProcess(srun_command(self._payload, options=file.srun_options), variables)
+            command = srun_command(
+                self._payload,
+                options=file.srun_options,
+                tasks=tasks,
+                again=attempt.launch > 1,
+            )
+            step = StepProcess(command, variables)
             conductor = Conductor(
                 hub,
                 journal=attempt.journal,
                 watch=self._watch,
-                timing=timing(file.job, self._watch.latest, state=attempt.state(), now=time.time()),
+                timing=timing(
+                    file.job,
+                    self._watch.latest,
+                    state=state,
+                    now=time.time(),
+                    end=self._environment.end_time or planned_end(file.job, state),
+                ),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
                 launched=step,
@@ -182,20 +263,24 @@ class _Supervisor:
             return conductor.watch(), step
         finally:
             self._current.conductor = None
+            # Else rank 0 would take the end of the channel for ours.
+            hub.abort("the launch is over")
             hub.close()
 
-    def _go(self, decision: Decision, facts: LaunchFacts, step: StepProcess) -> int:
+    def _go(self, decision: Decision, step: StepProcess | None) -> int:
         """Give the nodes back: requeue first where time is short, then end what is left."""
         outcome = decision.action.value
         if decision.action in REQUEUEING:
             if decision.cause is Cause.ADMIN_REQUEUE:
                 outcome = Taken.REQUEUED.value
             else:
-                update = update_for(decision, self._attempt.file.job, self._watch.latest)
-                outcome = self._ladder.climb(decision.reason, update).taken.value
+                outcome = self._back.come_back(decision).taken.value
+        elif decision.action is Action.HOLD:
+            outcome = self._back.hold(decision.reason).taken.value
         elif decision.action is Action.RAISE:
             outcome = "raised"
-        self._leave(step)
+        if step is not None:
+            self._leave(step)
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
         return 1 if decision.action is Action.RAISE else 0

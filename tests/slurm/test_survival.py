@@ -12,7 +12,7 @@ import pytest
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import CheckpointCommitted, NoticeSeen, Resumed
-from slurm_forge.launch.submission import reconcile
+from slurm_forge.launch.asked_back import reconcile
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence

@@ -197,6 +197,9 @@ def test_an_attempt_that_was_overtaken_is_not_judged(run: RunDirectory) -> None:
     with pytest.raises(FencedError):
         old.conclude(CRASHED)
     first, second = old.state().attempts
-    assert (first.incidents, first.decisions) == ((), ())
+    ((_, found_out),) = first.incidents
+    assert found_out.cause is Cause.NODE_FAIL, (
+        "what its successor found out, and nothing of its own"
+    )
     assert old.state().status is RunStatus.RUNNING
     assert second.number == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableE
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
 from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFailed, RequeueIntended
-from slurm_forge.launch.ladder import Comeback, Ladder, Taken
+from slurm_forge.launch.ladder import PATIENCE, Comeback, Ladder, Taken
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+
+SUCCESSOR = "sbatch --dependency=afterany:42 --begin=now job.sbatch"
 
 
 @dataclass
@@ -24,14 +29,28 @@ class ScriptedSlurm:
     """Answers requeues in turn (the last for ever); remembers what it was asked."""
 
     replies: list[RequeueOutcome]
+    job: JobRecord | SlurmCommandError | None = None
     submit_error: SlurmCommandError | None = None
     update_error: SlurmCommandError | None = None
     asked: list[str] = field(default_factory=list)
+
+    def requeue_hold(self, job: str) -> RequeueReply:
+        reply = self.requeue(job)
+        self.asked[-1] = f"requeuehold {job}"
+        return reply
 
     def requeue(self, job: str) -> RequeueReply:
         self.asked.append(f"requeue {job}")
         outcome = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         return RequeueReply(outcome, f"slurm says {outcome.value}")
+
+    def show_job(self, job: str) -> JobRecord | None:
+        if isinstance(self.job, SlurmCommandError):
+            raise self.job
+        return self.job
+
+    def hold(self, job: str) -> None:
+        self.asked.append(f"hold {job}")
 
     def submit(self, script: Path, args: Sequence[str] = ()) -> str:
         self.asked.append(f"sbatch {' '.join(args)} {script.name}")
@@ -43,6 +62,13 @@ class ScriptedSlurm:
         self.asked.append(f"update {job} {' '.join(update.assignments())}")
         if self.update_error is not None:
             raise self.update_error
+
+
+class Waits(list[float]):
+    """Sleeping, on a clock that only moves by it."""
+
+    def now(self) -> float:
+        return sum(self)
 
 
 @pytest.fixture
@@ -64,9 +90,13 @@ def climb(
     *,
     script: Path | None = Path("job.sbatch"),
     update: JobUpdate | None = None,
-    waits: list[float] | None = None,
+    waits: Waits | None = None,
+    wait: timedelta = timedelta(0),
+    arguments: Sequence[str] = (),
+    hold: str = "",
 ) -> Comeback:
     attempt = claim(run)
+    waits = Waits() if waits is None else waits
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
     journal.write(AttemptStarted(job="42", restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
     ladder = Ladder(
@@ -75,9 +105,13 @@ def climb(
         script=script,
         journal=journal,
         fence=Fence(run, attempt),
-        sleep=([] if waits is None else waits).append,
+        restart_count=3,
+        sleep=waits.append,
+        clock=waits.now,
     )
-    return ladder.climb("preempted", update)
+    if hold:
+        return ladder.hold(hold)
+    return ladder.climb("preempted", update, wait=wait, arguments=arguments)
 
 
 def told(run: RunDirectory) -> list[str]:
@@ -96,6 +130,47 @@ def test_in_the_queue_is_in_the_queue(run: RunDirectory, reply: RequeueOutcome) 
     assert (state.status, state.open_intent, state.job) == (RunStatus.REQUEUED, None, "42")
 
 
+def test_a_job_that_was_requeued_by_somebody_else_is_not_requeued_again(run: RunDirectory) -> None:
+    back = JobRecord(job_id=42, name="x", state=JobState.PENDING, state_text="PENDING", restarts=4)
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=back)
+    comeback = climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",)))
+    assert comeback.taken is Taken.REQUEUED
+    assert slurm.asked == ["update 42 ExcNodeList=n3"]
+    assert told(run) == ["requeue_intended", "requeue_done"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JobRecord(job_id=42, name="x", state=JobState.RUNNING, state_text="R", restarts=3),
+        SlurmUnreachableError(["scontrol"], 1, "no controller"),
+    ],
+)
+def test_what_slurm_does_not_know_to_be_back_is_requeued(
+    run: RunDirectory, job: JobRecord | SlurmCommandError
+) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=job)
+    assert climb(run, slurm).taken is Taken.REQUEUED
+    assert slurm.asked == ["requeue 42"]
+
+
+def test_a_hold_that_slurm_has_not_answered_is_not_believed(run: RunDirectory) -> None:
+    """Slurm may start the job by itself, and nobody has released anything."""
+    held: list[bool] = []
+
+    class Looking(ScriptedSlurm):
+        def requeue_hold(self, job: str) -> RequeueReply:
+            held.append(fold(read_journal(run)[0]).held is not None)
+            return super().requeue_hold(job)
+
+    replies = [RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED]
+    assert climb(run, Looking(list(replies)), hold="why").taken is Taken.HELD
+    assert held == [True, True] and fold(read_journal(run)[0]).held is not None
+    silent = ScriptedSlurm([RequeueOutcome.UNREACHABLE])
+    assert climb(run, silent, hold="why").taken is Taken.REST
+    assert fold(read_journal(run)[0]).held is None
+
+
 def test_the_intent_is_on_disk_before_slurm_is_asked(run: RunDirectory) -> None:
     seen: list[list[str]] = []
 
@@ -109,14 +184,84 @@ def test_the_intent_is_on_disk_before_slurm_is_asked(run: RunDirectory) -> None:
 
 
 def test_a_busy_controller_is_asked_again_and_not_for_ever(run: RunDirectory) -> None:
-    waits: list[float] = []
+    waits = Waits()
     slurm = ScriptedSlurm([RequeueOutcome.TRY_AGAIN, RequeueOutcome.REQUEUED])
     assert climb(run, slurm, waits=waits).taken is Taken.REQUEUED
     assert len(waits) == 1
-    silent = ScriptedSlurm([RequeueOutcome.UNREACHABLE])
-    assert climb(run, silent).taken is Taken.OPEN
-    assert len(silent.asked) <= 5
+    busy = ScriptedSlurm([RequeueOutcome.TRY_AGAIN])
+    assert climb(run, busy).taken is Taken.SUCCESSOR
+    assert busy.asked == ["requeue 42"] * 3 + [SUCCESSOR]
+
+
+def test_a_controller_that_is_away_is_waited_for_and_not_for_ever(run: RunDirectory) -> None:
+    waits = Waits()
+    back = ScriptedSlurm([*[RequeueOutcome.UNREACHABLE] * 9, RequeueOutcome.REQUEUED])
+    assert climb(run, back, waits=waits).taken is Taken.REQUEUED
+    assert 60 < waits.now() < PATIENCE.total_seconds()
+    silent, waits = ScriptedSlurm([RequeueOutcome.UNREACHABLE]), Waits()
+    assert climb(run, silent, waits=waits).taken is Taken.OPEN
+    assert len(silent.asked) < 50
+    assert waits.now() == pytest.approx(PATIENCE.total_seconds(), abs=30)
     assert fold(read_journal(run)[0]).open_intent is not None
+
+
+def test_where_there_is_no_scontrol_a_successor_is_submitted_at_once(run: RunDirectory) -> None:
+    slurm, waits = ScriptedSlurm([RequeueOutcome.NO_COMMAND]), Waits()
+    assert climb(run, slurm, waits=waits).taken is Taken.SUCCESSOR
+    assert slurm.asked == ["requeue 42", SUCCESSOR]
+    assert waits == []
+
+
+def test_a_run_that_is_held_waits_in_the_queue_with_the_reason_beside_it(
+    run: RunDirectory,
+) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    assert climb(run, slurm, hold="app_error: the same\nerror twice").taken is Taken.HELD
+    assert slurm.asked == [
+        "requeuehold 42",
+        "update 42 Comment=slurm_forge: app_error: the same error twice",
+    ]
+    held = fold(read_journal(run)[0]).held
+    assert held is not None and (held.job, held.restart_count) == ("42", 3)
+
+
+def test_a_job_that_was_requeued_meanwhile_is_held_all_the_same(run: RunDirectory) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.ALREADY_PENDING])
+    assert climb(run, slurm, hold="why").taken is Taken.HELD
+    assert slurm.asked == ["requeuehold 42", "hold 42", "update 42 Comment=slurm_forge: why"]
+
+
+def test_that_it_is_held_is_on_disk_before_slurm_ends_us(run: RunDirectory) -> None:
+    seen: list[bool] = []
+
+    class Looking(ScriptedSlurm):
+        def requeue_hold(self, job: str) -> RequeueReply:
+            seen.append(fold(read_journal(run)[0]).held is not None)
+            return super().requeue_hold(job)
+
+    climb(run, Looking([RequeueOutcome.REQUEUED]), hold="why")
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("reply", [RequeueOutcome.DISABLED, RequeueOutcome.NO_COMMAND])
+def test_where_slurm_does_not_hold_it_the_run_rests_out_of_the_queue(
+    run: RunDirectory, reply: RequeueOutcome
+) -> None:
+    slurm = ScriptedSlurm([reply])
+    assert climb(run, slurm, hold="why").taken is Taken.REST
+    assert slurm.asked == ["requeuehold 42"], "a held run is not submitted again"
+    assert fold(read_journal(run)[0]).held is None
+
+
+def test_a_start_that_is_to_wait_waits_in_the_queue(run: RunDirectory) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    climb(run, slurm, wait=timedelta(minutes=4))
+    assert slurm.asked[-1] == "update 42 StartTime=now+240"
+    slurm = ScriptedSlurm([RequeueOutcome.DISABLED])
+    climb(run, slurm, wait=timedelta(minutes=4), arguments=("--mem=9M",))
+    assert slurm.asked[-1] == (
+        "sbatch --dependency=afterany:42 --begin=now+240 --mem=9M job.sbatch"
+    )
 
 
 @pytest.mark.parametrize("reply", [RequeueOutcome.DISABLED, RequeueOutcome.REFUSED])
@@ -125,7 +270,7 @@ def test_where_requeue_cannot_work_a_successor_waits_for_our_end(
 ) -> None:
     slurm = ScriptedSlurm([reply])
     assert climb(run, slurm).taken is Taken.SUCCESSOR
-    assert slurm.asked == ["requeue 42", "sbatch --dependency=afterany:42 job.sbatch"]
+    assert slurm.asked == ["requeue 42", SUCCESSOR]
     state = fold(read_journal(run)[0])
     assert (state.status, state.job) == (RunStatus.REQUEUED, "77")
 
@@ -133,7 +278,8 @@ def test_where_requeue_cannot_work_a_successor_waits_for_our_end(
 @pytest.mark.parametrize(
     "error",
     [
-        SlurmUnreachableError(["sbatch"], 1, "no controller"),
+        SlurmUnreachableError(["sbatch"], 1, "Unable to contact slurm controller"),
+        SlurmUnreachableError(["sbatch"], 124, "no answer within 120 s"),
         SlurmCommandError(["sbatch"], 1, "QOSMaxSubmitJobPerUserLimit"),
     ],
 )
@@ -180,6 +326,18 @@ def test_a_refused_change_does_not_undo_the_requeue(run: RunDirectory) -> None:
     )
     assert climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",))).taken is Taken.REQUEUED
     assert fold(read_journal(run)[0]).status is RunStatus.REQUEUED
+
+
+def test_a_node_that_is_gone_does_not_cost_the_other_changes(run: RunDirectory) -> None:
+    slurm = ScriptedSlurm(
+        [RequeueOutcome.REQUEUED],
+        update_error=SlurmCommandError(["scontrol"], 1, "Invalid node name specified"),
+    )
+    climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",), memory_per_node=1 << 30))
+    assert slurm.asked[-2:] == [
+        "update 42 ExcNodeList=n3 MinMemoryNode=1024",
+        "update 42 MinMemoryNode=1024",
+    ]
 
 
 def test_a_successor_gets_the_changed_resources_too(run: RunDirectory) -> None:

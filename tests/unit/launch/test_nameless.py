@@ -45,7 +45,7 @@ def test_a_number_is_better_than_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_submitting_works(run: RunDirectory) -> None:
-    slurm = SimpleNamespace(submit=lambda script: "77")
+    slurm = SimpleNamespace(submit=lambda script, args: "77")
     assert submit_script(run, read_run_file(run.spec_file), find_site("generic"), slurm) == "77"
     assert asked(run) == [("submit", str(os.getuid()))]
 

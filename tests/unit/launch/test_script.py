@@ -57,9 +57,10 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     assert lines[0] == "#!/bin/bash"
     assert "export NCCL_DEBUG=WARN" in lines
     assert "module load cuda" in lines
-    assert lines[-1] == (
-        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch"
-    )
+    assert lines[-2:] == [
+        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch",
+        'not_started "the supervisor can not be executed (status $?)"',
+    ]
 
 
 def test_a_short_limit_carries_no_early_warning() -> None:
@@ -87,9 +88,9 @@ def runs_as(text: str, tmp_path: Path) -> list[str]:
 
 
 def interpreter(tmp_path: Path, name: str = "python") -> Path:
-    """Prints its arguments, NUL after each."""
+    """Can import what it likes; of a module it prints its arguments, NUL after each."""
     path = tmp_path / name
-    path.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    path.write_text('#!/bin/bash\n[ "$1" = -c ] || printf \'%s\\0\' "$@"\n')
     path.chmod(0o755)
     return path
 

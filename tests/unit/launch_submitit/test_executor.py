@@ -44,10 +44,15 @@ def options(script: str) -> dict[str, str]:
     return {name: "".join(shlex.split(value)) for name, value in found}
 
 
+def started(script: str) -> str:
+    """The line that starts the supervisor."""
+    (line,) = (line for line in script.splitlines() if " -m slurm_forge.launch.supervise " in line)
+    return line
+
+
 def command(script: str) -> list[str]:
-    """The words of the script's last command."""
-    lines = [line for line in script.splitlines() if line and not line.startswith("#")]
-    return shlex.split(lines[-1])
+    """The words of that line."""
+    return shlex.split(started(script))
 
 
 def checked(script: str) -> str:
@@ -96,15 +101,26 @@ def test_the_whole_script(tmp_path, submitted):
 #SBATCH --wckey=submitit
 
 # setup
+GUARD
 module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
+CHECK
 exec {python} -m slurm_forge.launch.supervise {run.path} --via 'submitit forge' -- \
 --open-mode=append --output {logs}/%j_%t_log.out --error {logs}/%j_%t_log.err --cpu-bind=none \
 {python} -u -m submitit.core._submit {logs}
+not_started "the supervisor can not be executed (status $?)"
 """
-    assert checked((submitted / "0").read_text()) == expected
+    script = checked((submitted / "0").read_text())
+    for name, first, last in (
+        ("GUARD", "# Where the environment", "USR1 USR2"),
+        ("CHECK", "# What is wrong", "shopt -s execfail"),
+    ):
+        begin = script.index(first)
+        end = script.index(last, begin) + len(last)
+        script = script[:begin] + name + script[script.index("\n", end) :]
+    assert script == expected
 
 
 WEIRD = [
@@ -132,7 +148,7 @@ def test_paths_are_quoted_for_sbatch_and_for_the_shell(tmp_path, submitted, name
     assert words[words.index("--output") + 1] == f"{folder}/logs/%j_%t_log.out"
     assert words[-1] == f"{folder}/logs"
     # The shell agrees: what it would run is this list of words and nothing else.
-    last = script.splitlines()[-1].replace("exec ", "printf '%s\\n' ", 1)
+    last = started(script).replace("exec ", "printf '%s\\n' ", 1)
     told = subprocess.check_output(["bash", "-c", last], text=True, cwd=tmp_path)
     assert told.splitlines() == words[1:]
     assert not (tmp_path / "owned").exists()
@@ -148,7 +164,7 @@ def test_ranks_are_started_by_the_supervisor_and_by_nobody_else(tmp_path, submit
 def test_a_teardown_is_run_after_the_supervisor(tmp_path, submitted):
     forge(tmp_path / "logs", slurm_teardown=["rm -rf /scratch/x"]).submit(train)
     lines = checked((submitted / "0").read_text()).splitlines()
-    supervisor = next(i for i, line in enumerate(lines) if "launch.supervise" in line)
+    supervisor = next(i for i, line in enumerate(lines) if "-m slurm_forge.launch.sup" in line)
     assert not lines[supervisor].startswith("exec"), "the teardown would never come"
     assert lines.index("rm -rf /scratch/x") > supervisor
 
@@ -158,7 +174,7 @@ def test_setup_and_names_may_hold_anything(tmp_path, submitted):
     forge(tmp_path / "logs", slurm_setup=setup, name="a b/c").submit(train)
     script = checked((submitted / "0").read_text())
     assert setup[0] in script
-    assert script.count("slurm_forge.launch.supervise") == 1
+    assert script.count("-m slurm_forge.launch.supervise") == 1
     assert options(script)["job-name"] == "a b/c"
     (run,) = (tmp_path / "logs" / "runs").iterdir()
     assert re.fullmatch("a-b-c-[0-9a-f]{6}", run.name)
@@ -230,7 +246,7 @@ def test_another_interpreter_starts_supervisor_and_ranks(tmp_path, submitted):
         tmp_path / "logs", cluster="forge", slurm_python="apptainer exec image.sif python"
     )
     executor.submit(train)
-    line = (submitted / "0").read_text().splitlines()[-1]
+    line = started((submitted / "0").read_text())
     assert line.startswith("exec apptainer exec image.sif python -m slurm_forge.launch.supervise ")
     assert " apptainer exec image.sif python -u -m submitit.core._submit " in line
 
@@ -379,4 +395,77 @@ def test_a_refused_array_leaves_the_executor_as_it_was(tmp_path, submitted, monk
     with pytest.raises(submitit.core.utils.FailedJobError, match="no"):
         executor.submit_array(runs)
     assert "map_count" not in executor._executor.parameters
-    assert executor._executor._supervised == []
+
+
+# -- a run is one job, and goes on in another ------------------------------------------------------
+
+
+def successor(run: RunDirectory) -> str:
+    path = run.submissions / "job.sbatch"
+    assert path.stat().st_mode & 0o077 == 0
+    return checked(path.read_text())
+
+
+def test_a_successor_has_the_same_options_and_payload(tmp_path, submitted):
+    logs = tmp_path / "it's logs"
+    run = new_run(tmp_path)
+    executor = forge(
+        logs,
+        nodes=2,
+        tasks_per_node=2,
+        slurm_setup=["module load cuda"],
+        slurm_dependency="afterok:3",
+        slurm_additional_parameters={"begin": "now+1hour", "hint": "nomultithread"},
+    )
+    job = executor.submit(ForgeJob(str(run.path)))
+    first, second = (submitted / "0").read_text(), successor(run)
+    only_once = {"dependency", "begin"}
+    wanted = {name: value for name, value in options(first).items() if name not in only_once}
+    assert only_once <= set(options(first))
+    assert options(second) == wanted
+    assert command(second) == command(first)
+    assert "module load cuda" in second.splitlines()
+    assert "_submitted.pkl" in second
+    assert pickle.loads((run.submissions / "submitted.pkl").read_bytes()).function == ForgeJob(
+        str(run.path)
+    )
+    assert job.paths.submitted_pickle.read_bytes()
+
+
+def test_a_folder_with_the_job_s_id_in_it_stays_that_of_the_first_job(tmp_path, submitted):
+    run = new_run(tmp_path)
+    forge(tmp_path / "logs" / "%j").submit(ForgeJob(str(run.path)))
+    script = successor(run)
+    assert options(script)["output"] == f"{tmp_path}/logs/4000/%j_0_log.out"
+    assert command(script)[-1] == f"{tmp_path}/logs/4000"
+
+
+def test_each_task_of_an_array_has_a_successor_of_its_own(tmp_path, submitted):
+    runs = [new_run(tmp_path, f"run-{number}") for number in range(3)]
+    executor = forge(tmp_path / "logs", tasks_per_node=2)
+    executor.submit_array([ForgeJob(str(run.path)) for run in runs])
+    for number, run in enumerate(runs):
+        script = successor(run)
+        assert "array" not in options(script)
+        assert "--array" not in command(script)
+        words = command(script)
+        assert words[words.index("slurm_forge.launch.supervise") + 1] == str(run.path)
+        assert options(script)["output"] == f"{tmp_path}/logs/%j_0_log.out"
+        assert f"4000_{number}" in script
+        assert "{0..1}" in script
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"slurm_additional_parameters": {"hetjob": True}},
+        {"slurm_additional_parameters": {"array": "0-3"}},
+        {"slurm_additional_parameters": {"licenses": "a : b"}},
+        {"slurm_srun_args": ["--het-group=0,1"]},
+        {"slurm_srun_args": [":"]},
+    ],
+)
+def test_a_run_is_one_job_and_of_one_kind(tmp_path, submitted, given):
+    with pytest.raises(ConfigError, match="a run is one job"):
+        forge(tmp_path / "logs", **given).submit(train)
+    assert list(submitted.iterdir()) == []

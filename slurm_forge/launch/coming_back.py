@@ -1,0 +1,176 @@
+"""From a decision to what Slurm is asked for: nodes struck, others left out, the ladder climbed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.journal.events import Note
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.avoid import Avoider
+from slurm_forge.launch.ladder import Comeback, Ladder
+from slurm_forge.launch.leaving import open_ledger, partition_of
+from slurm_forge.launch.update import arguments_for, update_for
+from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.vocabulary.decision import Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["ComingBack"]
+
+#: How long an end waits for what was asked at the beginning.
+_PATIENCE_S = 2.0
+
+
+class ComingBack:
+    """Brings the run of one attempt back as its decisions say.
+
+    ``latest`` is the newest record of the job.  Node ledger and partition are asked for by
+    ``prepare``, else when they are first needed: in a grace time there is no time to lose.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        ladder: Ladder,
+        slurm: Slurm,
+        *,
+        nodes: Sequence[str],
+        partition: str | None,
+        cluster: str | None,
+        knobs: Knobs,
+        latest: Callable[[], JobRecord | None],
+    ) -> None:
+        self._attempt = attempt
+        self._ladder = ladder
+        self._slurm = slurm
+        self._nodes = tuple(nodes)
+        self._partition = partition or attempt.file.job.resources.partition
+        self._cluster = cluster
+        self._knobs = knobs
+        self._latest = latest
+        self._avoider: Avoider | None = None
+        self._there: frozenset[str] | None = None
+        self._problems: list[str] = []
+        self._asking: threading.Thread | None = None
+        self._asked = False
+
+    def prepare(self) -> None:
+        """Ask in the background, when the attempt begins."""
+        self._asking = threading.Thread(target=self._ask, name="forge-ledger", daemon=True)
+        self._asking.start()
+
+    def strike(self, decision: Decision) -> None:
+        """Note in the ledger what the incident says against the nodes that it started on."""
+        incident = self._attempt.state().incident(decision.incident_id)
+        avoider = self._ledger()
+        if incident is None or not incident.hosts or avoider is None:
+            return
+        struck = avoider.strike(incident)
+        if struck is not None:
+            with contextlib.suppress(OSError):
+                self._attempt.journal.write(struck)
+
+    def must_leave(self, decision: Decision) -> bool:
+        """Whether the allocation holds a node that is to be left out: that can't be done here."""
+        mine = set(self._nodes)
+        if mine & set(self._spared(decision)):
+            return True
+        avoider = self._ledger()
+        return avoider is not None and bool(mine & set(avoider.struck_here()))
+
+    def come_back(self, decision: Decision) -> Comeback:
+        """Requeue or submit a successor, with what the plan changes; raises only a fence."""
+        job, record = self._attempt.file.job, self._latest()
+        plan = replace(decision.plan, exclude_nodes=self._spared(decision))
+        update = update_for(replace(decision, plan=plan), job, record)
+        update = self._without_avoided(update, plan, record)
+        return self._ladder.climb(
+            decision.reason,
+            update,
+            wait=timedelta(seconds=decision.wait_s),
+            arguments=arguments_for(update, job),
+        )
+
+    def hold(self, reason: str) -> Comeback:
+        """Leave it to a person; raises only a fence."""
+        return self._ladder.hold(reason)
+
+    def _spared(self, decision: Decision) -> tuple[str, ...]:
+        """The nodes that the plan leaves out, as far as enough others are left to start on.
+
+        A job that asks for more than the partition has would wait for ever.
+        """
+        plan, wanted = decision.plan, self._attempt.file.job.resources
+        if not plan.exclude_nodes:
+            return ()
+        self._be_ready()
+        known = self._there
+        if known is None:
+            return plan.exclude_nodes
+        spare = max(0, len(known) - (plan.nodes or wanted.nodes))
+        there = [node for node in plan.exclude_nodes if node in known]
+        # The incident's own node, which made the decision, goes before older ones.
+        newest = {
+            name
+            for change in decision.changes
+            if change.parameter == "exclude_nodes"
+            for name in set(change.new.split(",")) - set(change.old.split(","))
+        }
+        there.sort(key=lambda node: node not in newest)
+        return tuple(sorted(there[:spare]))
+
+    def _without_avoided(
+        self, update: JobUpdate | None, plan: RecoveryPlan, record: JobRecord | None
+    ) -> JobUpdate | None:
+        """With what the ledger says now: also that a node may be used again."""
+        avoider = self._ledger()
+        if avoider is None or record is None:
+            return update
+        # What somebody else has the job leave out stays; None is that its list is right as it is.
+        complete = avoider.excluded(
+            record.excluded_nodes, also=plan.exclude_nodes, needed=plan.nodes
+        )
+        update = replace(update or JobUpdate(), exclude_nodes=complete)
+        return update if update.assignments() else None
+
+    def _ledger(self) -> Avoider | None:
+        self._be_ready()
+        problems, self._problems = self._problems, []
+        for problem in problems:
+            sys.stderr.write(f"slurm_forge: {problem}\n")
+            with contextlib.suppress(OSError):
+                self._attempt.journal.write(Note(text=problem[:400]))
+        return self._avoider
+
+    def _be_ready(self) -> None:
+        if self._asking is not None:
+            self._asking.join(_PATIENCE_S)
+        elif not self._asked:
+            self._ask()
+
+    def _ask(self) -> None:
+        """On a thread of its own: what it finds is told by whoever needs it."""
+        self._asked = True
+        attempt = self._attempt
+        try:
+            self._there = partition_of(self._slurm, self._partition)
+            ledger = open_ledger(
+                self._knobs, cluster=self._cluster, of_site=attempt.file.node_ledger
+            )
+            self._avoider = Avoider(
+                ledger,
+                attempt.run,
+                job=attempt.file.job,
+                nodes=self._nodes,
+                partition=self._there,
+                tell=self._problems.append,
+            )
+        except (OSError, ForgeError) as error:
+            self._problems.append(f"the node ledger: {error}")

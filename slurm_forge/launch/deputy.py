@@ -1,0 +1,172 @@
+"""What rank 0 becomes when the supervisor is gone: ``python -m slurm_forge.launch.deputy RUN``.
+
+Slurm ends a job whose batch shell is dead, with the usual seconds between SIGTERM and SIGKILL for
+its steps, and does not start it again (tried on 22.05.8: FAILED, JobLaunchFailure; a requeue from
+inside those seconds is taken).  So the rank that noticed first writes down what happened and brings
+the run back.  Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from slurm_forge.errors import FencedError, ForgeError
+from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
+from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.ladder import Ladder
+from slurm_forge.recovery import decide
+from slurm_forge.recovery.endings import supervisor_lost
+from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
+from slurm_forge.signals import SAVE_SIGNALS
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.spec.run_file import read_run_file
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+
+__all__ = ["bring_back", "main"]
+
+#: We are ended KillWait (30 s by default) after the supervisor was: no time for long questions.
+_PER_CALL = timedelta(seconds=5)
+_PATIENCE = timedelta(seconds=20)
+#: After these Slurm has put the job back into the queue already.
+_BY_SLURM = frozenset({Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
+
+
+def bring_back(
+    run: RunDirectory,
+    *,
+    attempt: int,
+    launch: int,
+    job: str,
+    slurm: Slurm,
+    lives: Callable[[Claim], bool] | None = None,
+) -> str:
+    """Write down that the supervisor is gone, decide, and act; what became of it.
+
+    Does nothing where it had ended on purpose, or where a newer attempt owns the run.
+    """
+    fence = Fence(run, attempt)
+    fence()
+    claim = newest_claim(run)
+    records, _ = read_journal(run, thin=True)
+    state = fold(records)
+    mine = next((each for each in state.attempts if each.number == attempt), None)
+    incident_id = f"{attempt}.{launch}"
+    settled = mine is None or mine.ended is not None or state.incident(incident_id) is not None
+    if run.is_done() or settled or claim is None or (lives or _lives)(claim):
+        return "nothing to do"
+    record: JobRecord | None = None
+    with contextlib.suppress(ForgeError):
+        record = slurm.show_job(job)
+    newest = mine.launches[-1] if mine is not None and mine.launches else None
+    incident = supervisor_lost(
+        record,
+        incident_id,
+        host=claim.host,
+        step=None if newest is None else newest.step,
+        restart_count=claim.restart_count,
+    )
+    journal = JournalWriter(run, attempt=attempt, writer="deputy", launch=launch)
+    try:
+        # A full disk must not keep the run from coming back.
+        with contextlib.suppress(OSError):
+            journal.write(LaunchEnded(outcome=incident.cause.value, step=incident.step))
+            journal.write(IncidentSeen(incident=incident))
+        spec = read_run_file(run.spec_file).job
+        decision = decide(
+            spec.recovery,
+            state,
+            incident,
+            batch_coupled=spec.batch_coupled,
+            allocation=False,
+            now=datetime.now(timezone.utc).timestamp(),
+        )
+        with contextlib.suppress(OSError):
+            journal.write(DecisionTaken(decision=decision))
+        script = run.submissions / "job.sbatch"
+        ladder = Ladder(
+            slurm,
+            job=job,
+            restart_count=claim.restart_count,
+            script=script if script.is_file() else None,
+            journal=journal,
+            fence=fence,
+            patience=_PATIENCE,
+        )
+        already = incident.cause in _BY_SLURM and (record is None or record.requeue is not False)
+        outcome = RunStatus.REQUEUED.value if already else _act(decision, ladder)
+        with contextlib.suppress(OSError):
+            journal.write(AttemptEnded(outcome=outcome), durable=True)
+        return f"{decision.reason}: {outcome}"
+    finally:
+        journal.close()
+
+
+def _lives(claim: Claim) -> bool:
+    """Whether the supervisor is there after all, as far as can be seen from its own machine."""
+    if claim.host != socket.gethostname():
+        return False
+    try:
+        os.kill(claim.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{claim.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def _act(decision: Decision, ladder: Ladder) -> str:
+    outcome = decision.action.value
+    if decision.action is Action.HOLD:
+        outcome = ladder.hold(decision.reason).taken.value
+    elif decision.action not in (Action.STOP, Action.RAISE):
+        wait = timedelta(seconds=decision.wait_s)
+        outcome = ladder.climb(decision.reason, wait=wait).taken.value
+    return str(outcome)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``RUN``; attempt and launch are in the environment that the supervisor gave its ranks."""
+    for number in SAVE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # The rank had blocked them, so that none could come in between.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    knobs = Knobs.from_environ(os.environ)
+    environment = SlurmEnvironment.from_environ(os.environ)
+    if len(arguments) != 1 or environment is None:
+        sys.stderr.write("slurm_forge: the deputy is started by a rank inside a Slurm job\n")
+        return 1
+    try:
+        run = RunDirectory.existing(arguments[0])
+        done = bring_back(
+            run,
+            attempt=knobs.attempt,
+            launch=knobs.launch,
+            job=environment.job_ref,
+            slurm=SubprocessSlurm.of_this_process().with_timeout(_PER_CALL),
+        )
+    except FencedError as error:
+        done = str(error)
+    except (ForgeError, OSError) as error:
+        sys.stderr.write(f"slurm_forge: the supervisor is gone, and nobody could act: {error}\n")
+        return 1
+    sys.stderr.write(f"slurm_forge: the supervisor is gone; {done}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""What every batch script does before the supervisor runs, by a real bash and commands of ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.launch.script import guard_lines, render, start_lines, successor_lines
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile
+
+BROKEN = "#!/bin/bash\necho 'ModuleNotFoundError: slurm_forge' >&2\nexit 1\n"
+WHOLE = '#!/bin/bash\n[ "$1" = -c ] || printf \'%s\\0\' started "$@"\n'
+#: Imports, and is gone when it is to be executed.
+VANISHING = '#!/bin/bash\nrm -- "$0"\n'
+
+
+@dataclass
+class Node:
+    """A node with a run whose path is hard on a shell, and a ``scontrol`` that remembers."""
+
+    folder: Path
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.folder / "runs" / "it's $(touch owned) run")
+
+    def python(self, text: str | None) -> str:
+        path = self.folder / "py 'thon"
+        if text is not None:
+            path.write_text(text)
+            path.chmod(0o755)
+        return str(path)
+
+    def script(self, python: str, *setup: str) -> Path:
+        job = job_from_mapping({"name": "tiny", "entry": "a:b", "setup": list(setup)})
+        file = RunFile(submitted_from="/", python=python, job=job)
+        self.run.create(b"x")
+        path = self.folder / "job.sbatch"
+        path.write_text(render(file, Site(name="generic"), self.run))
+        return path
+
+    def environ(self, **more: str) -> dict[str, str]:
+        commands = self.folder / "bin"
+        commands.mkdir(exist_ok=True)
+        scontrol = commands / "scontrol"
+        scontrol.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> "{self.folder}/asked"\n')
+        sleep = commands / "sleep"
+        sleep.write_text(f'#!/bin/bash\n[ "$1" = 77 ] && exec {_command("sleep")} 30\nexit 0\n')
+        for each in (scontrol, sleep):
+            each.chmod(0o755)
+        path = f"{commands}{os.pathsep}{os.environ['PATH']}"
+        return {"PATH": path, "SLURM_JOB_ID": "12", "SLURMD_NODENAME": "n3", **more}
+
+    def execute(self, script: Path, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(script)],
+            env=self.environ(**more),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+
+    @property
+    def asked(self) -> list[str]:
+        path = self.folder / "asked"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def note(self, job: str = "12") -> str:
+        path = self.run.submissions / f"not-started-{job}.txt"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        return path.read_text()
+
+    @property
+    def has_notes(self) -> bool:
+        return bool(list(self.run.submissions.glob("not-started-*")))
+
+
+def _command(name: str) -> str:
+    return subprocess.check_output(["bash", "-c", f"command -v {name}"], text=True).strip()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_a_whole_environment_becomes_the_supervisor(node: Node) -> None:
+    done = node.execute(node.script(node.python(WHOLE)))
+    assert (done.returncode, done.stderr) == (0, "")
+    words = done.stdout.split("\0")[:-1]
+    assert words[:3] == ["started", "-m", "slurm_forge.launch.supervise"]
+    assert words[3] == str(node.run.path)
+    assert node.asked == []
+    assert not node.has_notes
+
+
+@pytest.mark.parametrize(
+    ("python", "told"),
+    [
+        (None, "No such file or directory"),
+        (BROKEN, "ModuleNotFoundError: slurm_forge"),
+        (VANISHING, "can not be executed"),
+    ],
+    ids=["gone", "no slurm_forge", "gone between check and start"],
+)
+def test_what_is_broken_is_written_down_and_the_job_waits(
+    node: Node, python: str | None, told: str
+) -> None:
+    done = node.execute(node.script(node.python(python)))
+    assert done.returncode == 1
+    assert told in node.note()
+    assert "job 12 on n3" in node.note()
+    assert told in done.stderr, "the log says it too"
+    note = node.run.submissions / "not-started-12.txt"
+    assert node.asked == [
+        f"update JobId=12 Comment=slurm_forge: not started, see {note}",
+        "requeuehold 12",
+    ]
+    assert not (node.folder / "owned").exists()
+
+
+def test_a_task_of_an_array_is_held_by_its_own_id(node: Node) -> None:
+    script = node.script(node.python(BROKEN))
+    node.execute(script, SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="7")
+    assert node.asked[-1] == "requeuehold 40_7"
+    assert "job 40_7 on n3" in node.note("40_7")
+
+
+@pytest.mark.parametrize(
+    ("setup", "told"),
+    [
+        (["set -eu", "false"], "the script ended with status 1"),
+        (["exit 3"], "the script ended with status 3"),
+        (["set -u", 'echo "$nothing_of_that_name"'], "the script ended with status 1"),
+    ],
+)
+def test_a_setup_that_ends_the_script_is_told(node: Node, setup: list[str], told: str) -> None:
+    node.execute(node.script(node.python(WHOLE), *setup))
+    assert told in node.note()
+    assert node.asked[-1] == "requeuehold 12"
+
+
+def test_the_command_of_the_setup_that_failed_before_is_named(node: Node) -> None:
+    node.execute(node.script(node.python(BROKEN), "module() { return 5; }", "module load python"))
+    assert ": module load python" in node.note()
+
+
+def test_a_setup_that_fails_and_harms_nothing_is_nobody_s_business(node: Node) -> None:
+    done = node.execute(node.script(node.python(WHOLE), "false"))
+    assert "started" in done.stdout
+    assert not node.has_notes
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_job_that_is_ended_in_its_setup_is_not_broken(node: Node, number: signal.Signals) -> None:
+    script = node.script(node.python(WHOLE), "touch begun", "sleep 77")
+    process = subprocess.Popen(
+        ["bash", str(script)], env=node.environ(), cwd=node.folder, start_new_session=True
+    )
+    while not (node.folder / "begun").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, number)
+    assert process.wait(20) == 143
+    assert not node.has_notes
+    assert node.asked == [], "what was cancelled came back"
+
+
+def test_a_finished_run_is_not_held(node: Node) -> None:
+    script = node.script(node.python(None))
+    node.run.mark_done(1, 1)
+    assert node.execute(script).returncode == 0
+    assert node.asked == []
+
+
+def test_a_disk_that_is_full_does_not_keep_the_job_from_being_held(node: Node) -> None:
+    script = node.script(node.python(BROKEN))
+    (node.run.submissions / "not-started-12.txt").symlink_to("/dev/full")
+    done = node.execute(script)
+    assert "ModuleNotFoundError" in done.stderr
+    assert node.asked[-1] == "requeuehold 12"
+
+
+def test_the_teardown_comes_after_the_supervisor_also_when_the_job_is_ended(node: Node) -> None:
+    node.run.create(b"x")
+    lines = [
+        guard_lines(f"'{node.folder}/runs'"),
+        start_lines("true", "{ touch begun; sleep 77; }", teardown=True),
+        "touch torn-down",
+    ]
+    script = node.folder / "job.sbatch"
+    script.write_text("\n".join(lines))
+    process = subprocess.Popen(
+        ["bash", str(script)], env=node.environ(), cwd=node.folder, start_new_session=True
+    )
+    while not (node.folder / "begun").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(20)
+    assert (node.folder / "torn-down").exists()
+    assert node.asked == []
+
+
+def test_a_successor_finds_its_submission_and_its_results_are_found(node: Node) -> None:
+    folder = node.folder / "it's $(touch owned) logs"
+    folder.mkdir()
+    kept = node.folder / "submitted.pkl"
+    kept.write_bytes(b"payload")
+    kept.chmod(0o600)
+    lines = [
+        guard_lines("/nowhere"),
+        successor_lines(kept, folder, first="9_1", tasks=3),
+        "forge_starting=",
+    ]
+    script = node.folder / "job.sbatch"
+    script.write_text("\n".join(lines))
+    (folder / "9_1_0_result.pkl").write_bytes(b"an error of the first attempt")
+    for number in ("12", "13"):  # a successor of a successor
+        done = node.execute(script, SLURM_JOB_ID=number)
+        assert (done.returncode, done.stderr) == (0, "")
+        theirs = folder / f"{number}_submitted.pkl"
+        assert theirs.read_bytes() == b"payload"
+        assert stat.S_IMODE(theirs.stat().st_mode) == 0o600
+    assert not (folder / "9_1_0_result.pkl").exists(), "done before the end"
+    (folder / "13_2_result.pkl").write_bytes(b"result")
+    assert (folder / "9_1_2_result.pkl").read_bytes() == b"result"
+    assert not (node.folder / "owned").exists()

@@ -1,0 +1,358 @@
+"""A person lets a run go on, or carries out what was left open: once, whoever asks how often."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
+from slurm_forge.journal import JournalWriter, RunStatus
+from slurm_forge.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    DecisionTaken,
+    Event,
+    Held,
+    RequeueIntended,
+)
+from slurm_forge.launch import asked_back
+from slurm_forge.launch.asked_back import Brought, bring_back, reconcile
+from slurm_forge.launch.attempt import Refusal, begin
+from slurm_forge.launch.script import leave_out
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import (
+    create_run,
+    job_script,
+    keep_payload,
+    keep_successor,
+    run_state,
+    submit_script,
+)
+from slurm_forge.run_directory import RunDirectory, claim_attempt
+from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
+from slurm_forge.slurm.records import JobRecord, QueueRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import read_run_file
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+SITE = find_site("generic")
+
+
+@dataclass
+class Queue:
+    """A Slurm with a queue: what is submitted waits, what is released is released."""
+
+    run: RunDirectory
+    jobs: dict[str, JobRecord] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    denied: bool = False
+    #: How the run is at the moment of the release: what a start would find.
+    found: list[RunStatus] = field(default_factory=list)
+
+    def put(self, job: int, state: JobState, **more: object) -> None:
+        self.jobs[str(job)] = JobRecord(
+            job_id=job,
+            name="r",
+            state=state,
+            state_text=state.value,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def show_job(self, job: str) -> JobRecord | None:
+        return self.jobs.get(job)
+
+    def queue(self, user: str) -> tuple[QueueRecord, ...]:
+        return tuple(
+            QueueRecord(
+                job_ref=job,
+                job_id=record.job_id,
+                state=record.state,
+                state_text=record.state_text,
+                reason=None,
+                partition=None,
+            )
+            for job, record in self.jobs.items()
+        )
+
+    def submit(self, script: Path, args: Sequence[str] = ()) -> str:
+        self.asked.append(" ".join(["sbatch", *args, script.name]))
+        job = 100 + len(self.jobs)
+        self.put(job, JobState.PENDING, command=str(script))
+        return str(job)
+
+    def release(self, job: str) -> None:
+        self.asked.append(f"release {job}")
+        self.found.append(run_state(self.run).status)
+        if self.denied:
+            error = SlurmCommandError(("scontrol",), 1, "Access/permission denied for job 7")
+            raise error
+
+    def requeue(self, job: str) -> RequeueReply:
+        self.asked.append(f"requeue {job}")
+        if job in self.jobs:
+            self.put(int(job), JobState.PENDING)
+            return RequeueReply(RequeueOutcome.REQUEUED, "")
+        return RequeueReply(RequeueOutcome.UNKNOWN_JOB, "Invalid job id specified")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    job = job_from_mapping(
+        {"name": "r", "entry": "a:b", "resources": {"exclude": "n[1-2]", "nodelist": None}}
+    )
+    return create_run(job, runs=tmp_path, site=SITE, submitted_from=tmp_path)[0]
+
+
+@pytest.fixture
+def queue(run: RunDirectory) -> Queue:
+    return Queue(run)
+
+
+def attempted(run: RunDirectory, *events: Event, restart_count: int = 0) -> None:
+    """An attempt of job 7 that left these events."""
+    claim = claim_attempt(
+        run, job="7", restart_count=restart_count, host="n1", pid=1, nodes=("n1",), time=1.0
+    )
+    journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=lambda: 1.0)
+    journal.write(
+        AttemptStarted(job="7", restart_count=restart_count, nodes=("n1",), host="n1", via="sbatch")
+    )
+    for event in events:
+        journal.write(event)
+    journal.close()
+
+
+def held(run: RunDirectory, *, in_queue: bool = True, plan: RecoveryPlan | None = None) -> None:
+    decision = Decision(
+        action=Action.HOLD,
+        cause=Cause.APP_ERROR,
+        incident_id="1.1.1",
+        reason="it failed again",
+        plan=plan or RecoveryPlan(),
+    )
+    queued = [Held(job="7", restart_count=0, reason="it failed again")] if in_queue else []
+    attempted(run, DecisionTaken(decision=decision), *queued, AttemptEnded(outcome="held"))
+    assert run_state(run).status is RunStatus.HELD
+
+
+def back(run: RunDirectory, queue: Queue, **more: object) -> Brought:
+    file = read_run_file(run.spec_file)
+    return bring_back(run, queue, site=SITE, file=file, **more)  # type: ignore[arg-type]
+
+
+# -- requeue --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.REQUEUE_HOLD, JobState.COMPLETING])
+def test_a_held_job_is_released_and_its_start_goes_on(
+    run: RunDirectory, queue: Queue, state: JobState
+) -> None:
+    held(run)
+    queue.put(7, state, priority=0, reason="job_requeued_in_held_state")
+    assert back(run, queue) == Brought("7", "released job 7, which was held", changed=True)
+    assert queue.asked == ["release 7"]
+    assert queue.found == [RunStatus.SUBMITTED], "a start at once would have found it at rest"
+
+
+def test_only_an_administrator_releases_what_one_holds(run: RunDirectory, queue: Queue) -> None:
+    held(run)
+    queue.put(7, JobState.PENDING, priority=0, reason="JobHeldAdmin")
+    queue.denied = True
+    with pytest.raises(RunDirectoryError, match=r"administrator holds\n.*ask them about job 7"):
+        back(run, queue)
+
+
+def test_a_held_run_that_left_the_queue_is_submitted_again(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False)
+    queue.put(7, JobState.COMPLETED)
+    run.stop_file.touch()
+    assert back(run, queue, exclude=("n5", "n1")).changed
+    assert queue.asked == ["sbatch --exclude=n[1-2,5] job.sbatch"]
+    assert not run.stop_file.exists()
+    assert run_state(run).status is RunStatus.SUBMITTED
+
+
+def test_what_recovery_has_changed_stays_changed(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False, plan=RecoveryPlan(exclude_nodes=("n7",), mem_factor=1.5))
+    queue.put(7, JobState.COMPLETED, memory_per_node=3 << 30)
+    back(run, queue)
+    assert queue.asked == ["sbatch --exclude=n[1-2,7] --mem=3072M job.sbatch"]
+
+
+def test_a_run_whose_job_is_still_ending_follows_it(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False)
+    queue.put(7, JobState.COMPLETING, priority=100)
+    assert back(run, queue).changed
+    assert queue.asked == ["sbatch --dependency=afterany:7 job.sbatch"]
+
+
+def test_a_stop_that_a_waiting_job_would_obey_is_taken_back(
+    run: RunDirectory, queue: Queue
+) -> None:
+    attempted(run)
+    queue.put(7, JobState.PENDING, priority=100)
+    run.stop_file.touch()
+    assert back(run, queue).changed
+    assert queue.asked == []
+    assert not run.stop_file.exists()
+    started = begin(run, job="7", restart_count=1, nodes=("n1",), via="sbatch")
+    assert not isinstance(started, Refusal)
+
+
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.COMPLETING])
+def test_what_goes_on_anyway_is_left_alone(
+    run: RunDirectory, queue: Queue, state: JobState
+) -> None:
+    attempted(run)
+    queue.put(7, state, priority=100)
+    how = f"{state.value} already"
+    if state is JobState.COMPLETING:
+        how = "ending: ask again in a moment"
+    assert back(run, queue) == Brought("7", f"job 7 is {how}", changed=False)
+    assert queue.asked == []
+
+
+def test_two_people_at_once_make_one_job(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False)
+    barrier = threading.Barrier(4)
+    brought: list[Brought] = []
+
+    def ask() -> None:
+        barrier.wait()
+        brought.append(back(run, queue))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(queue.asked) == 1
+    assert [each.changed for each in brought].count(True) == 1
+    assert {each.job for each in brought} == {"100"}
+
+
+def test_a_job_that_another_host_has_made_is_found(run: RunDirectory, queue: Queue) -> None:
+    """Its answer may have been lost, or the journal not have reached us yet."""
+    held(run, in_queue=False)
+    queue.put(55, JobState.PENDING, command=str(job_script(run)), priority=100)
+    assert back(run, queue).job == "55"
+    assert not [word for word in queue.asked if word.startswith("sbatch")]
+
+
+def test_a_run_of_submitit_goes_on_by_submitit_s_payload(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False)
+    keep_payload(run, b"pickle")
+    keep_successor(run, "#!/bin/bash\n#SBATCH --exclude='n[1-3]'\npayload\n")
+    assert back(run, queue, exclude=["n9"]).changed
+    assert queue.asked == ["sbatch --exclude=n[1-3,9] job.sbatch"]
+    assert "payload" in job_script(run).read_text()
+    submit_script(run, read_run_file(run.spec_file), SITE, queue)  # type: ignore[arg-type]
+    assert "payload" not in job_script(run).read_text()
+
+
+# -- reconcile ------------------------------------------------------------------------------------
+
+
+def open_intent(run: RunDirectory, *, restart_count: int = 0) -> None:
+    intent = RequeueIntended(job="7", method="scontrol requeue", reason="preempted")
+    attempted(run, intent, AttemptEnded(outcome="open"), restart_count=restart_count)
+    assert run_state(run).open_intent is not None
+
+
+def test_an_open_intent_is_carried_out_once(run: RunDirectory, queue: Queue) -> None:
+    open_intent(run)
+    queue.put(7, JobState.PREEMPTED)
+    assert reconcile(run, queue).changed  # type: ignore[arg-type]
+    again = reconcile(run, queue)  # type: ignore[arg-type]
+    assert (again.text, again.changed) == ("nothing is open", False)
+    assert queue.asked == ["requeue 7"]
+
+
+def test_a_forgotten_job_gets_one_successor(run: RunDirectory, queue: Queue) -> None:
+    open_intent(run)
+    keep_successor(run, "#!/bin/bash\n")
+    brought = reconcile(run, queue)  # type: ignore[arg-type]
+    assert (brought.job, brought.changed) == ("100", True)
+    assert [word for word in queue.asked if word.startswith("sbatch")] == [
+        "sbatch --dependency=afterany:7 --begin=now job.sbatch"
+    ]
+    assert not reconcile(run, queue).changed  # type: ignore[arg-type]
+
+
+def test_a_successor_whose_answer_was_lost_is_not_made_twice(
+    run: RunDirectory, queue: Queue
+) -> None:
+    open_intent(run)
+    keep_successor(run, "#!/bin/bash\n")
+    queue.put(55, JobState.PENDING, command=str(job_script(run)))
+    brought = reconcile(run, queue)  # type: ignore[arg-type]
+    assert (brought.job, brought.changed) == ("55", False)
+    assert run_state(run).job == "55"
+    assert queue.asked == []
+
+
+def test_a_start_that_slurm_made_by_itself_is_not_ended(run: RunDirectory, queue: Queue) -> None:
+    """It has not claimed the run yet: only Slurm's count of restarts tells it from the old one."""
+    open_intent(run, restart_count=2)
+    queue.put(7, JobState.RUNNING, restarts=3)
+    assert not reconcile(run, queue).changed  # type: ignore[arg-type]
+    assert queue.asked == []
+
+
+def test_an_old_start_that_hangs_on_is_requeued(run: RunDirectory, queue: Queue) -> None:
+    open_intent(run, restart_count=2)
+    queue.put(7, JobState.COMPLETING, restarts=2)
+    assert reconcile(run, queue).changed  # type: ignore[arg-type]
+    assert queue.asked == ["requeue 7"]
+
+
+def test_a_person_does_not_wait_for_ever(
+    run: RunDirectory, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert timedelta(seconds=30) >= asked_back._PATIENCE
+    monkeypatch.setattr(asked_back, "_PATIENCE", timedelta(0))
+    open_intent(run)
+    monkeypatch.setattr(
+        queue, "requeue", lambda job: RequeueReply(RequeueOutcome.UNREACHABLE, "no answer")
+    )
+    with pytest.raises(RunDirectoryError, match="still open"):
+        reconcile(run, queue, sleep=[].append)  # type: ignore[arg-type]
+
+
+# -- nodes that are left out ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "nodes", "expected"),
+    [
+        ("", [], ()),
+        ("#SBATCH --exclude=n1\n", [], ()),
+        ("", ["n2", "n1"], ("--exclude=n[1-2]",)),
+        ("#SBATCH --exclude='n[1-3]'\n", ["n7"], ("--exclude=n[1-3,7]",)),
+        ("#SBATCH --exclude=n1\n#SBATCH --exclude=n5\n", ["n7"], ("--exclude=n[5,7]",)),
+        ("#SBATCH --nodelist=n[1-2]\n", ["n2"], ()),
+        ("#SBATCH --exclude=/home/me/nodes\n", ["n2"], ()),
+    ],
+)
+def test_the_job_s_own_exclusions_stay(
+    script: str, nodes: list[str], expected: tuple[str, ...]
+) -> None:
+    assert leave_out(script, nodes) == expected
+
+
+@pytest.mark.parametrize("extra", [{"hetjob": ""}, {"het-group": "0"}, {"licenses": "a:1 : b:2"}])
+def test_a_run_is_one_job(tmp_path: Path, queue: Queue, extra: dict[str, str]) -> None:
+    spec = {"name": "het", "entry": "a:b", "resources": {"extra": extra}}
+    with pytest.raises(ConfigError, match=r"several jobs in one|one kind of node"):
+        job = job_from_mapping(spec)
+        run, file = create_run(job, runs=tmp_path / "x", site=SITE, submitted_from=tmp_path)
+        submit_script(run, file, SITE, queue)  # type: ignore[arg-type]
+    assert queue.asked == []
