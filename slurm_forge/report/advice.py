@@ -6,53 +6,72 @@ from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.recovery.remedies import remedy
+from slurm_forge.report.consequences import NEXT
 from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.standing import Standing
+from slurm_forge.report.standing import Standing, again
 from slurm_forge.report.story import IncidentStory, RunStory
 from slurm_forge.report.text import clean
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["go_on", "next_in_story", "next_steps"]
 
+_BY_ADMIN = "JobHeldAdmin"
+_REPAIR = "repair the environment that the job starts in (its modules, its Python)"
 
-def go_on(reference: str, job: str) -> str:
+
+def go_on(reference: str, job: str, standing: Standing | None = None) -> str:
     """The command that lets a run go on; ``job`` tells where it was started."""
-    local = job != "" and not job[0].isdigit()
-    return "slurm-forge run with its job file" if local else f"slurm-forge requeue {reference}"
+    command = again(reference, job)
+    held = waiting = None
+    if standing is not None:
+        held, waiting = standing.held_job, standing.waiting
+        if standing.not_started is not None:  # its script has asked for it to be held
+            held = standing.not_started.job
+    if waiting is not None and not waiting.held:
+        held = None  # it is not in the queue any more, or nobody holds it
+    elif waiting is not None:
+        held = waiting.job
+    if held is None or (waiting is not None and waiting.reason == _BY_ADMIN):
+        return command
+    return f"scontrol release {clean(held, 40)}, or {command}"
 
 
 def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[str, ...]:
     """What a person who looks at the status would do now; one line each."""
     name, status = facts.reference, standing.status
-    again = go_on(name, state.job)
+    onward = go_on(name, state.job, standing)
     if status is RunStatus.FINISHED:
         return (f"nothing to do: slurm-forge explain {name} tells how it went",)
     if state.open_intent is not None:
         return (f"carry out the requeue that Slurm has not taken: slurm-forge reconcile {name}",)
-    job = clean(state.job, 40)
+    if standing.not_started is not None:
+        return (_REPAIR, f"then, to go on: {onward}")
+    waiting, job = standing.waiting, clean(state.job, 40)
+    if waiting is not None and status is not RunStatus.HELD:
+        return (waiting.next,)
     match status:
         case RunStatus.NEW:
-            return (f"if it was not handed to sbatch by hand: {again}",)
+            return (f"if it was not handed to sbatch by hand: {onward}",)
         case RunStatus.SUBMITTED | RunStatus.REQUEUED:
             where = f" (squeue -j {job})" if job[:1].isdigit() else ""
             return (f"nothing to do: it starts when there is room{where}",)
         case RunStatus.RUNNING if standing.doubtful:
             look = f"squeue -j {job}" if job[:1].isdigit() else "look for its processes"
-            return (f"see whether it is alive: {look}", f"if it is not: {again}")
+            return (f"see whether it is alive: {look}", f"if it is not: {onward}")
         case RunStatus.HELD:
             return (
                 f"see why: slurm-forge explain {name}",
-                f"then, to go on: {again}",
+                _asks_administrator(standing) or f"then, to go on: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
             return (
                 f"see what went wrong before: slurm-forge explain {name}",
-                f"then, {_to_go_on(state)}: {again}",
+                f"then, {_to_go_on(state)}: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
-            return (f"{_to_go_on(state)}: {again}",)
+            return (f"{_to_go_on(state)}: {onward}",)
         case _ if facts.stop_asked:
-            return (f"nothing to do: it saves and stops; later, to go on: {again}",)
+            return (f"nothing to do: it saves and stops; later, to go on: {onward}",)
         case _:
             return (f"nothing to do; to watch it: slurm-forge status {name} --follow",)
 
@@ -68,19 +87,31 @@ def next_in_story(
     """As ``next_steps``, for somebody who has the whole story before them; empty once finished."""
     if standing.status is RunStatus.FINISHED:
         return ()
-    if state.open_intent is not None:
+    if state.open_intent is not None or standing.not_started is not None:
         return next_steps(facts, state, standing)
-    again = go_on(facts.reference, state.job)
+    onward = go_on(facts.reference, state.job, standing)
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)
-        return (_then(_remedy(None if last is None else last.cause), again),)
+        first = _reasoned(state) or _remedy(None if last is None else last.cause)
+        return (_then(first, _asks_administrator(standing) or onward),)
     if standing.trouble is not None:
-        return (_then(_remedy(standing.trouble.incident.cause), again),)
+        return (_then(_remedy(standing.trouble.incident.cause), onward),)
     return next_steps(facts, state, standing)
 
 
-def _then(first: str, again: str) -> str:
-    return f"{first}{'; then' if ';' in first else ', then'} {again}"
+def _asks_administrator(standing: Standing) -> str:
+    """What is to be done where nobody else can let it go on."""
+    waiting = standing.waiting
+    return waiting.next if waiting is not None and waiting.reason == _BY_ADMIN else ""
+
+
+def _then(first: str, onward: str) -> str:
+    return f"{first}{'; then' if ';' in first else ', then'} {onward}"
+
+
+def _reasoned(state: RunState) -> str:
+    """What the decision itself says is to be done next: it knows more than the cause alone."""
+    return clean(state.reason.partition(NEXT)[2], 300)
 
 
 def _remedy(cause: str | None) -> str:

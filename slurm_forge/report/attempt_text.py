@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from datetime import tzinfo
 
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
-from slurm_forge.report.consequences import consequences, restart, saves
+from slurm_forge.report.consequences import consequences, restart, saves, strike
 from slurm_forge.report.logs import where
 from slurm_forge.report.planned import step_of
 from slurm_forge.report.skipping import row_of
@@ -27,6 +28,14 @@ _WIDTH = 110
 _SHOWN_NOTES = 5
 _SHOWN_ROWS = 5
 _SHOWN_INCIDENTS = 8
+#: Pieces of evidence that are told without being asked for: the strongest come first.
+_SHOWN_EVIDENCE = 3
+#: What ranks that only followed the first one said: told in a few words.
+_FOLLOWERS = "followers"
+_ONLY_FOLLOWED = " only lost their peer"
+_SHORT = 80
+#: A rank that went without a word: the least of what is known where there is anything else.
+_SILENT = re.compile(r"rank (\d{1,9}): on (\S+): gone")
 
 #: When it was, and the lines about it.
 _Moment = tuple[float, Sequence[str]]
@@ -52,10 +61,12 @@ class AttemptTeller:
         yield _GAP.join(self._head(one))
         for launch in one.launches:
             yield from self._launch(one, launch, over=over)
-        if one.ended is None and over:
+        if one.ended is None and over and one.found_out is None:
             yield f"  ended without a word, last heard of {self._at(one.last_seen)}"
         yield from self._failures(one)
+        yield from (f"  {strike(each, one.last_seen, self._zone)}" for each in one.struck)
         yield from self._output(one, silent=one.ended is None and over)
+        yield from self._held(one)
         notes = one.notes if self._full else one.notes[:_SHOWN_NOTES]
         yield from (f"  note: {t.clean(note, 400)}" for note in notes)
         if len(notes) < len(one.notes):
@@ -70,13 +81,21 @@ class AttemptTeller:
         if found:
             yield f"  output: {t.clean(found, 400)}"
 
+    def _held(self, one: s.AttemptStory) -> Iterator[str]:
+        """In full: that it was put into the queue, held, and with which words."""
+        if self._full and one.held is not None:
+            done = "could not be held" if one.held.refused else "held"
+            job, why = t.clean(one.held.job, 40), t.clean(one.held.reason, 400)
+            yield f"  {self._at(one.held.time)}  {done} in the queue as job {job}: {why}"
+
     def _head(self, one: s.AttemptStory) -> Iterator[str]:
         yield f"attempt {one.number}"
         if one.job:
             yield f"job {t.clean(one.job, 40)}"
         if one.nodes:
             yield t.nodes(one.nodes)
-        yield t.period(one.started, one.ended, self._now, self._zone)
+        end = one.last_seen if one.ended is None and one.found_out is not None else one.ended
+        yield t.period(one.started, end, self._now, self._zone)
         if one.waited_s is not None and one.waited_s >= 1:
             queue = " in the queue" if one.job[:1].isdigit() else ""
             yield f"waited {t.span(one.waited_s)}{queue}"
@@ -191,8 +210,10 @@ class AttemptTeller:
     def _incident(
         self, one: s.AttemptStory, launch: s.LaunchStory, incident: s.IncidentStory, *, last: bool
     ) -> Iterator[str]:
-        seen = _told(incident.evidence, self._limit)
+        seen = self._evidence(incident.evidence)
         sure = incident.confidence or "its evidence was lost"
+        if incident.found_out is not None:
+            sure += f"; found out {t.moment(incident.found_out, self._now, self._zone)}"
         step = f"{_bad_steps(incident)}   " if incident.onset is not None else ""
         first, rest = "; ".join(seen) or "no evidence", []
         if len(first) > _ONE_LINE:
@@ -204,8 +225,22 @@ class AttemptTeller:
             yield f"  {where_}"
         if self._full and incident.decision is not None:
             yield f"  decided: {t.clean(incident.decision.reason, 400)}"
-        told = list(consequences(one, launch, incident, last=last, run=self._run))
+        told = list(consequences(one, launch, incident, last=last, run=self._run, zone=self._zone))
         yield from (f"  {line}" for line in _wrapped(told))
+
+    def _evidence(self, evidence: Sequence[s.Observation]) -> list[str]:
+        """All of it in full; else the strongest, and in a few words who only followed."""
+        if self._full:
+            return _told(evidence, 0)
+        followed = [each for each in evidence if each.source == _FOLLOWERS]
+        silent = [each for each in evidence if _SILENT.fullmatch(f"{each.source}: {each.text}")]
+        own = [each for each in evidence if each not in (*followed, *silent)]
+        told = _told(own[:_SHOWN_EVIDENCE], self._limit)
+        if len(own) > _SHOWN_EVIDENCE:
+            told.append(f"{t.number(len(own) - _SHOWN_EVIDENCE)} more pieces with --attempt")
+        told += _gone(silent)
+        told += [f"{t.clean(each.text, _SHORT)}{_ONLY_FOLLOWED}" for each in followed]
+        return told
 
     def _probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         for failed in launch.failed_saves:
@@ -280,6 +315,20 @@ def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
 
 def _told(evidence: Sequence[s.Observation], limit: int) -> list[str]:
     return [f"{t.clean(seen.source, 60)}: {t.clean(seen.text, limit)}" for seen in evidence]
+
+
+def _gone(silent: Sequence[s.Observation]) -> list[str]:
+    """``ranks 4, 5 on n06 gone``: by host, in a few words."""
+    by_host: dict[str, list[str]] = {}
+    for each in silent:
+        found = _SILENT.fullmatch(f"{each.source}: {each.text}")
+        if found is not None:
+            by_host.setdefault(found[2], []).append(found[1])
+    return [
+        t.clean(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}", _SHORT)
+        + f" on {t.clean(host, 64)} gone"
+        for host, ranks in by_host.items()
+    ]
 
 
 def _wrapped(phrases: Sequence[str]) -> Iterator[str]:

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report.lineage import Lineage, PlanSpan
-from slurm_forge.report.planned import back_to_schedule, factor, left_out, ranges, samples_in
+from slurm_forge.report.planned import (
+    back_to_schedule,
+    factor,
+    left_out,
+    nodes_in_words,
+    ranges,
+    samples_in,
+)
 from slurm_forge.report.skipping import skip_rows
 from slurm_forge.report.story import ScienceChange
 from slurm_forge.report.text import clean, number, plural, steps
@@ -27,6 +34,7 @@ def what_changed(
     *,
     total_steps: int | None = None,
     global_batch: int | None = None,
+    nodes_asked: int | None = None,
     over: bool = False,
 ) -> tuple[ScienceChange, ...]:
     """Everything that differs from an undisturbed run, science first; undone steps change nothing.
@@ -44,7 +52,7 @@ def what_changed(
         *_unknown(decisions),
         *_from_training(lineage),
         *_from_resumes(ordered),
-        *_beside(decisions, global_batch),
+        *_beside(decisions, global_batch, nodes_asked),
     ]
     return tuple(sorted(found, key=lambda change: not change.science))
 
@@ -155,18 +163,20 @@ def _unknown(decisions: Iterable[Decision]) -> Iterator[ScienceChange]:
 
 
 #: What changes only how the same is computed.
-_BESIDE = ("micro_batch", "mem_factor", "worker_factor", "exclude_nodes")
+_BESIDE = ("micro_batch", "mem_factor", "worker_factor", "time_factor", "nodes", "exclude_nodes")
 
 
-def _beside(decisions: Sequence[Decision], global_batch: int | None) -> Iterator[ScienceChange]:
+def _beside(
+    decisions: Sequence[Decision], global_batch: int | None, nodes_asked: int | None
+) -> Iterator[ScienceChange]:
     for parameter in _BESIDE:
         changes = [c for each in decisions for c in each.changes if c.parameter == parameter]
         if changes:
-            text = _way(changes[0], changes[-1], global_batch)
+            text = _way(changes[0], changes[-1], global_batch, nodes_asked)
             yield ScienceChange(parameter=parameter, text=text, science=False)
 
 
-def _way(first: Change, last: Change, global_batch: int | None) -> str:
+def _way(first: Change, last: Change, global_batch: int | None, asked: int | None) -> str:
     """From the first value to the last one."""
     old, new = clean(first.old, 120), clean(last.new, 200)
     match first.parameter:
@@ -182,6 +192,10 @@ def _way(first: Change, last: Change, global_batch: int | None) -> str:
             return f"memory x{factor(new)} of what was asked"
         case "worker_factor":
             return f"data-loader workers x{factor(new)}"
+        case "time_factor":
+            return f"time limit x{factor(new)} of what was asked"
+        case "nodes":
+            return nodes_in_words(old, new, asked)
         case _:
             return f"nodes left out: {new or 'none any more'}"
 

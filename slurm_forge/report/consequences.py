@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import tzinfo
 
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
@@ -10,7 +11,7 @@ from slurm_forge.report.planned import in_words
 from slurm_forge.report.skipping import row_of
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["came_back", "consequences", "restart", "saves", "without_next"]
+__all__ = ["NEXT", "came_back", "consequences", "restart", "saves", "strike", "without_next"]
 
 _COMES_BACK = frozenset(
     {
@@ -19,18 +20,24 @@ _COMES_BACK = frozenset(
         Action.ROLLBACK.value,
         Action.SHRINK_MICRO_BATCH.value,
         Action.RAISE_MEM.value,
+        Action.RAISE_TIME.value,
+        Action.FEWER_NODES.value,
         Action.FEWER_WORKERS.value,
     }
 )
+#: Less than this of each rank is not worth a phrase.
+_WORTH_TELLING_S = {"lost": 1.0, "idle": 10.0}
 #: What is to come, where it has not come yet.
 _TO_COME = {
     Action.REQUEUE.value: "to be requeued",
     Action.RELAUNCH.value: "to be relaunched",
 }
 #: How decisions that hold a run end: with what a person can do, which is told elsewhere.
-_NEXT = "; next: "
+NEXT = "; next: "
 #: How the answer of a program's hook begins in the reason of its decision.
 _HOOK = ": on_instability: "
+#: What was to be changed on a job that is in the queue already.
+_UPDATE = "scontrol update"
 _WORDS = {
     Action.WARN.value: "warned, went on",
     Action.SKIP.value: "went on",
@@ -69,6 +76,8 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
     if any(later.number > launch.number for later in attempt.launches):
         return "relaunched in the allocation"
     for comeback in reversed(attempt.comebacks):
+        if comeback.method == _UPDATE:
+            continue
         if comeback.outcome == "done":
             if comeback.successor is not None:
                 return f"successor job {t.clean(comeback.successor, 40)} submitted"
@@ -80,7 +89,7 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
 
 def without_next(reason: str) -> str:
     """Why a run is held, without what to do about it."""
-    return reason.partition(_NEXT)[0]
+    return reason.partition(NEXT)[0]
 
 
 def consequences(
@@ -90,6 +99,7 @@ def consequences(
     *,
     last: bool,
     run: s.RunStory | None = None,
+    zone: tzinfo | None = None,
 ) -> Iterator[str]:
     """Phrases for one incident; what became of the launch is told with its ``last`` one."""
     if row_of(launch, incident) is not None:
@@ -99,19 +109,50 @@ def consequences(
         yield from _saved(launch)
     if incident.decision is not None:
         yield from _done(attempt, launch, incident, incident.decision, last=last, run=run)
-    yield from _cost(incident)
+    yield from _cost(incident, None if run is None else run.gpus_per_rank)
+    if run is not None and last and incident.repeated_steps is None:
+        yield from _not_saved(run, launch)
+    yield from (strike(each, incident.time, zone) for each in incident.struck)
 
 
-def _cost(incident: s.IncidentStory) -> Iterator[str]:
+def _cost(incident: s.IncidentStory, gpus: float | None) -> Iterator[str]:
     steps, lost = incident.repeated_steps, incident.lost_s
     if steps is None:
-        return
-    if steps == 0:
+        pass
+    elif steps == 0:
         yield "0 steps lost"
     elif lost is not None and t.span(lost) != t.span(0.0):
         yield f"{t.plural(steps, 'step')} repeated, {t.span(lost)}"
     else:
         yield f"{t.plural(steps, 'step')} repeated"
+    parts = [
+        f"{t.rank_time(spent, gpus)} {word}"
+        for spent, word in ((incident.lost_rank_s, "lost"), (incident.idle_rank_s, "idle"))
+        if spent >= _WORTH_TELLING_S[word] * (incident.ranks or 1)
+    ]
+    if parts:
+        yield ", ".join(parts)
+
+
+def _not_saved(run: s.RunStory, launch: s.LaunchStory) -> Iterator[str]:
+    """What will have to be done again, where nothing has gone on since the newest launch."""
+    newest = run.attempts[-1].launches[-1:] if run.attempts else ()
+    if newest != (launch,) or launch.outcome == "finished" or run.step is None:
+        return
+    over = launch.ended is not None or run.attempts[-1].ended is not None
+    missing = run.step - (run.committed_step or 0)
+    if over and missing > 0:
+        yield f"{t.plural(missing, 'step')} not saved"
+
+
+def strike(struck: s.StrikeStory, time: float, zone: tzinfo | None = None) -> str:
+    """Nodes that were noted in the ledger at ``time``: what for, and how long they stay out."""
+    told = f"{t.nodes(struck.nodes)} struck ({t.clean(struck.cause, 40)})"
+    if not struck.excluded:
+        return told
+    who = "" if set(struck.excluded) == set(struck.nodes) else f"{t.nodes(struck.excluded)} "
+    until = "" if struck.until is None else f" until {t.weekday(struck.until, time, zone)}"
+    return f"{told}; {who}left out{until} (slurm-forge nodes list)"
 
 
 def _saved(launch: s.LaunchStory) -> Iterator[str]:
@@ -140,11 +181,16 @@ def _done(
     if action == Action.ROLLBACK.value:
         yield _rolled_back(incident, decision)
     for change in decision.changes:
-        total, memory = (None, None) if run is None else (run.total_steps, run.memory)
-        yield in_words(change, decision.plan, total, memory)
+        if run is None:
+            yield in_words(change, decision.plan, None)
+        else:
+            yield in_words(change, decision.plan, run.total_steps, run.memory, run.nodes_asked)
     if action == Action.HOLD.value:
         why = without_next(decision.reason).removeprefix(f"{incident.cause}: ")
         yield f"held: {t.clean(why, 300)}"
+        held = attempt.held
+        if last and held is not None and not held.refused:
+            yield f"in Slurm's queue as job {t.clean(held.job, 40)}, until it is released"
     elif action not in _COMES_BACK:
         yield _WORDS.get(action, action)
     elif decision.in_process:
@@ -152,11 +198,16 @@ def _done(
             yield "went on without a restart"
     else:
         back = came_back(attempt, launch) if last else ""
-        if not back and incident.resumed_step is not None and last:
+        begun_again = incident.resumed_step is not None or incident.found_out is not None
+        if not back and begun_again and last:
             back = "started again"
         pending = _TO_COME.get(action, "to be started again") if last else ""
         if back or pending:
             yield back or pending
+        if decision.wait_s >= 1 and incident.resumed_step is None:
+            yield f"waits {t.span(decision.wait_s)} before the next start"
+        elif decision.wait_s >= 1:
+            yield f"the next start put off by {t.span(decision.wait_s)}"
 
 
 def _rolled_back(incident: s.IncidentStory, decision: s.DecisionStory) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.advice import next_in_story
 from slurm_forge.report.changes import what_changed
 from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.history import History, tell
+from slurm_forge.report.history import History, end_of, tell
 from slurm_forge.report.lessons import next_time
 from slurm_forge.report.lineage import Lineage
 from slurm_forge.report.logs import output_of
-from slurm_forge.report.standing import standing, warnings_of
+from slurm_forge.report.standing import jobs_of, standing, warnings_of
 from slurm_forge.report.story import RunStory
 
 __all__ = ["AT_REST", "explain", "only_attempt"]
@@ -38,6 +39,8 @@ def explain(facts: RunFacts) -> RunStory:
     training = sum(line.training_s.values())
     repeated = sum(line.repeated_s.values())
     kept = max(0.0, training - repeated)
+    waits, rest = _between(history, now.status, until)
+    spent = history.spending
     story = RunStory(
         run=facts.name,
         path=facts.path,
@@ -65,12 +68,23 @@ def explain(facts: RunFacts) -> RunStory:
             line,
             total_steps=facts.total_steps,
             global_batch=facts.global_batch,
+            nodes_asked=facts.nodes_asked,
             over=now.status in AT_REST,
         ),
         next=(),
         next_time=(),
         warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
         memory=facts.memory,
+        jobs=jobs_of(state, history),
+        waited_s=waits + _first_wait(history, now.status, facts.now),
+        queued_s=waits,
+        rest_s=rest,
+        lost_rank_s=spent.over_ranks(line.repeated_s) + spent.total.startup_rank_s,
+        idle_rank_s=spent.total.idle_rank_s,
+        starts=spent.starts,
+        gpus_per_rank=facts.gpus_per_rank,
+        nodes_asked=facts.nodes_asked,
+        waiting=now.waiting,
     )
     return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
 
@@ -79,6 +93,32 @@ def only_attempt(story: RunStory, number: int) -> RunStory | None:
     """The same story with one attempt; None if the run has no such attempt."""
     chosen = tuple(attempt for attempt in story.attempts if attempt.number == number)
     return replace(story, attempts=chosen) if chosen else None
+
+
+def _first_wait(history: History, status: RunStatus, now: float) -> float:
+    if history.attempts:
+        return history.attempts[0].waited_s or 0.0
+    return _gap(history.free_since(), now) if status is RunStatus.SUBMITTED else 0.0
+
+
+def _between(history: History, status: RunStatus, until: float | None) -> tuple[float, float]:
+    """The time between attempts, and since the last one: in the queue, and asked by nobody."""
+    waited = rest = 0.0
+    for before, after in pairwise(history.attempts):
+        queued = after.waited_s or 0.0
+        waited += queued
+        rest += _gap(end_of(before), after.started) - queued
+    waits = status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
+    if history.attempts and waits and until is not None:
+        queued = _gap(history.free_since(), until)
+        waited += queued
+        rest += _gap(end_of(history.attempts[-1]), until) - queued
+    return waited, max(0.0, rest)
+
+
+def _gap(since: float | None, until: float) -> float:
+    gap = 0.0 if since is None else until - since
+    return gap if math.isfinite(gap) and gap > 0 else 0.0
 
 
 def _startup(history: History, status: RunStatus, elapsed: float) -> float:

@@ -17,6 +17,8 @@ _GAP = "   "
 #: What is shorter than this, in time and as a share of all, is not worth a word in the header.
 _WORTH_TELLING_S = 1.0
 _WORTH_TELLING = 0.001
+#: The same of every rank's time in the closing line, in seconds.
+_COSTS_S = 5.0
 _SHOWN_ATTEMPTS = 5
 _ONE_LINE = 130
 
@@ -33,6 +35,8 @@ def explain_text(
     lines = [_header(story)]
     if story.status != RunStatus.FINISHED.value:
         lines.append(_GAP + t.clean(story.words, 400))
+    if len(story.jobs) > 1:
+        lines.append(_GAP + t.chain(story.jobs))
     lines += [f"{_GAP}warning: {warning}" for warning in story.warnings]
     told = [a for a in story.attempts if attempt in (None, a.number)]
     if not told:
@@ -65,11 +69,14 @@ def _header(story: s.RunStory) -> str:
 
 def _spent(story: s.RunStory, elapsed: float) -> str:
     """Where the rest of the time went: what every run pays apart from what this one lost."""
-    lost = elapsed - story.kept_s - story.startup_s - story.ending_s
+    elsewhere = story.startup_s + story.ending_s + story.queued_s + story.rest_s
+    lost = elapsed - story.kept_s - elsewhere
     told = [
         f"{word} {t.span(seconds)}"
         for word, seconds in (
             ("start-up", story.startup_s),
+            ("waiting", story.queued_s),
+            ("at rest", story.rest_s),
             ("ending", story.ending_s),
             ("lost", lost),
         )
@@ -78,7 +85,34 @@ def _spent(story: s.RunStory, elapsed: float) -> str:
     return f"{', '.join(told)} " if told else ""
 
 
+def _cost(story: s.RunStory) -> Iterator[str]:
+    """What the nodes were held for in vain, and how long the run waited for them."""
+    worth = _COSTS_S * max((each.ranks or 1 for each in _incidents(story)), default=1)
+    if story.lost_rank_s >= worth:
+        why = []
+        if story.repeated_steps:
+            why.append(f"{t.plural(story.repeated_steps, 'step')} repeated")
+        if story.starts:
+            why.append(t.plural(story.starts, "more start"))
+        because = f" ({', '.join(why)})" if why else ""
+        yield f"{t.rank_time(story.lost_rank_s, story.gpus_per_rank)} lost{because}"
+    if story.idle_rank_s >= worth:
+        yield f"{t.rank_time(story.idle_rank_s, story.gpus_per_rank)} idle"
+    if story.waited_s >= _WORTH_TELLING_S:
+        where = " in the queue" if story.job[:1].isdigit() else ""
+        yield f"{t.span(story.waited_s)} waiting{where}"
+
+
+def _incidents(story: s.RunStory) -> Iterator[s.IncidentStory]:
+    for attempt in story.attempts:
+        for launch in attempt.launches:
+            yield from launch.incidents
+
+
 def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator[str]:
+    cost = list(_cost(story))
+    if cost:
+        yield from _listed("What it cost", [", ".join(cost)])
     science = [t.clean(change.text, 400) for change in story.changes if change.science]
     beside = [t.clean(change.text, 400) for change in story.changes if not change.science]
     told = [*science, "nothing else"] if science else ["nothing"]

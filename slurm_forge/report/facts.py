@@ -6,8 +6,18 @@ from dataclasses import dataclass
 
 from slurm_forge.journal import Damage, Record
 from slurm_forge.report.purge import PurgeRule
+from slurm_forge.report.waiting import QueueAnswer
 
-__all__ = ["RunFacts"]
+__all__ = ["NotStarted", "RunFacts"]
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    """What a batch script left behind at ``time`` that could not even start us; foreign text."""
+
+    job: str
+    time: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +48,10 @@ class RunFacts:
     oldest_file: float | None = None
     memory: int | None = None
     global_batch: int | None = None
+    #: GPUs of each rank; None where the job asks for none, or nobody knows.
+    gpus_per_rank: float | None = None
+    #: How many nodes the job file asks for.
+    nodes_asked: int | None = None
+    not_started: tuple[NotStarted, ...] = ()
+    #: What Slurm says of the job, where it was asked.
+    queue: QueueAnswer | None = None

@@ -9,6 +9,7 @@ from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
+from slurm_forge.report.consequences import strike
 from slurm_forge.report.planned import in_words, planned
 from slurm_forge.vocabulary.cause import Evidence
 
@@ -17,11 +18,11 @@ __all__ = ["happening"]
 
 def happening(record: Record, *, zone: tzinfo | None = None) -> str | None:
     """``11:02:10  saved step 7 412 in 6.1 s (stop)``; None for what nobody needs to be told."""
-    told = _told(record)
+    told = _told(record, zone)
     return None if told is None else f"{t.clock(record.time, zone)}  {told}"
 
 
-def _told(record: Record) -> str | None:
+def _told(record: Record, zone: tzinfo | None) -> str | None:
     event = record.event
     match event:
         case ev.AttemptStarted():
@@ -78,7 +79,9 @@ def _told(record: Record) -> str | None:
                 f", {in_words(s.ParameterChange(c.parameter, c.old, c.new), plan, None)}"
                 for c in event.decision.changes
             )
-            return f"decided: {t.clean(event.decision.reason, 300)}{changes}"
+            wait = event.decision.wait_s
+            later = f", waits {t.span(wait)} before the next start" if wait >= 1 else ""
+            return f"decided: {t.clean(event.decision.reason, 300)}{changes}{later}"
         case ev.ProbeMeasured() if not event.ok:
             return f"probe failed, late: {_ranks(event)}"
         case ev.RequeueDone():
@@ -87,6 +90,14 @@ def _told(record: Record) -> str | None:
             return f"requeued job {t.clean(event.job, 40)}"
         case ev.RequeueFailed():
             return f"{t.clean(event.method, 60)} was not taken: {t.clean(event.reason, 160)}"
+        case ev.Held():
+            job = t.clean(event.job, 40)
+            return f"to be held in the queue as job {job}: {t.clean(event.reason, 300)}"
+        case ev.NodesStruck():
+            struck = s.StrikeStory(
+                nodes=event.nodes, cause=event.cause, excluded=event.excluded, until=event.until
+            )
+            return strike(struck, record.time, zone)
         case ev.AttemptEnded():
             return f"attempt {record.attempt} ended: {t.clean(event.outcome, 60)}"
         case ev.Finished():

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report import story as s
-from slurm_forge.report.launch_history import Beyond, LaunchTelling
+from slurm_forge.report.launch_history import Beyond, LaunchTelling, strike_of
 from slurm_forge.report.lineage import Lineage, trace
+from slurm_forge.report.spending import Spending, spending
 
-__all__ = ["History", "tell"]
+__all__ = ["GO_ON", "History", "end_of", "tell"]
+
+#: What a person does for a run to go on.
+GO_ON = frozenset({"submit", "run", "requeue", "release"})
 
 #: Writers of the command line begin with this; what they write belongs to no launch.
 _PERSON = "cli"
+#: How a request to hold the job in the queue is called where Slurm did not take it.
+_HOLD = "requeuehold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +31,17 @@ class History:
     attempts: tuple[s.AttemptStory, ...]
     acts: tuple[s.ActStory, ...]
     lineage: Lineage
+    spending: Spending = field(default_factory=Spending)
+
+    def free_since(self) -> float | None:
+        """Since when the run could be started again; None where that is not known."""
+        last = self.attempts[-1] if self.attempts else None
+        return _free_since(last, self.acts, math.inf)
 
 
 def tell(ordered: Sequence[Record]) -> History:
     """Tell the records of a run, in their order and without fenced ones."""
-    beyond = Beyond(trace(ordered))
+    beyond = Beyond(trace(ordered), spending(ordered))
     attempts: dict[int, _Attempt] = {}
     acts: list[s.ActStory] = []
     for record in ordered:
@@ -50,17 +62,33 @@ def tell(ordered: Sequence[Record]) -> History:
     for number in sorted(attempts):
         before = _free_since(told[-1] if told else None, acts, attempts[number].started)
         told.append(attempts[number].told(before, beyond))
-    return History(tuple(told), tuple(sorted(acts, key=lambda act: act.time)), beyond.lineage)
+    return History(
+        attempts=tuple(told),
+        acts=tuple(sorted(acts, key=lambda act: act.time)),
+        lineage=beyond.lineage,
+        spending=beyond.spending,
+    )
 
 
 def _free_since(
     before: s.AttemptStory | None, acts: Iterable[s.ActStory], start: float
 ) -> float | None:
-    """From when on the run could have been started: the end of the last attempt, a submission."""
-    moments = [act.time for act in acts if act.verb == "submit" and act.time <= start]
+    """From when on the run could have been started: the end of the last attempt, a submission.
+
+    None also where it was held and nobody knows who released it, and when.
+    """
+    moments = [act.time for act in acts if act.verb in GO_ON and act.time <= start]
     if before is not None:
-        moments.append(before.last_seen if before.ended is None else before.ended)
+        held = before.held is not None and not before.held.refused
+        if held and not any(time >= end_of(before) for time in moments):
+            return None
+        moments.append(end_of(before))
     return max(moments, default=None)
+
+
+def end_of(attempt: s.AttemptStory) -> float:
+    """When it ended, or was heard of for the last time."""
+    return attempt.last_seen if attempt.ended is None else attempt.ended
 
 
 @dataclass(slots=True)
@@ -70,6 +98,11 @@ class _Attempt:
     number: int
     started: float
     event: ev.AttemptStarted | None = None
+    #: Who began it: another writer of its kind is a later attempt that looked into it.
+    starter: str | None = None
+    held: s.HeldStory | None = None
+    found: list[Record] = field(default_factory=list)
+    struck: list[ev.NodesStruck] = field(default_factory=list)
     ended: float | None = None
     last_seen: float = -math.inf
     outcome: str = ""
@@ -79,15 +112,25 @@ class _Attempt:
 
     def hear(self, record: Record) -> None:
         event, time = record.event, record.time
+        if self._is_of_a_later_one(record):
+            self.found.append(record)
+            return
         if not record.writer.startswith(_PERSON):
             self.last_seen = max(self.last_seen, time)
         match event:
             case ev.AttemptStarted():
-                self.event, self.started = event, time
+                self.event, self.started, self.starter = event, time, record.writer
             case ev.AttemptEnded():
                 self.ended, self.outcome = time, event.outcome
             case ev.RequeueIntended() | ev.RequeueDone() | ev.RequeueFailed():
                 self.comebacks.append(_comeback(event, time))
+                refused = isinstance(event, ev.RequeueFailed) and _HOLD in event.method
+                if refused and self.held is not None:
+                    self.held = replace(self.held, refused=True)
+            case ev.NodesStruck():
+                self.struck.append(event)
+            case ev.Held():
+                self.held = s.HeldStory(time=time, job=event.job, reason=event.reason)
             case ev.Note():
                 self.notes.append(event.text)
             case ev.ResumeCompared():
@@ -96,14 +139,42 @@ class _Attempt:
             case _ if record.writer.startswith(_PERSON):
                 pass
             case _:
-                launch = self.launches.get(record.launch)
-                if launch is None:
-                    launch = self.launches[record.launch] = LaunchTelling(record.launch, time)
-                launch.hear(record)
+                self._launch(record).hear(record)
+
+    def _launch(self, record: Record) -> LaunchTelling:
+        launch = self.launches.get(record.launch)
+        if launch is None:
+            launch = self.launches[record.launch] = LaunchTelling(record.launch, record.time)
+        return launch
+
+    def _is_of_a_later_one(self, record: Record) -> bool:
+        """Whether a later attempt wrote it about this one, which could not say so any more.
+
+        A writer may also change its name, where its file could not be written; but it never judges
+        a launch before it has said that it ended.
+        """
+        if isinstance(record.event, ev.NodesStruck):
+            return bool(self.found)
+        if not isinstance(record.event, (ev.IncidentSeen, ev.DecisionTaken)):
+            return False
+        if self.starter is None or self.ended is not None or record.writer == self.starter:
+            return False
+        if _role(record.writer) != _role(self.starter):
+            return False
+        launch = self.launches.get(record.launch)
+        return launch is None or launch.ended is None
+
+    def _learn(self, seen: float) -> None:
+        last = max(self.launches, default=None)
+        for record in self.found:
+            known = record.launch in self.launches or last is None
+            launch = self._launch(record) if known else self.launches[last or 0]
+            launch.learn(record, seen)
 
     def told(self, free_since: float | None, beyond: Beyond) -> s.AttemptStory:
         event = self.event
         seen = self.last_seen if math.isfinite(self.last_seen) else self.started
+        self._learn(seen)
         return s.AttemptStory(
             number=self.number,
             job="" if event is None else event.job,
@@ -121,7 +192,16 @@ class _Attempt:
             ),
             comebacks=tuple(self.comebacks),
             notes=tuple(self.notes),
+            held=self.held,
+            struck=tuple(
+                strike_of(one) for one in self.struck if one.incident_id not in beyond.known
+            ),
+            found_out=max((record.time for record in self.found), default=None),
         )
+
+
+def _role(writer: str) -> str:
+    return writer.rpartition("-")[0] or writer
 
 
 def _comeback(

@@ -11,9 +11,10 @@ from slurm_forge.report import story as s
 from slurm_forge.report.lineage import LaunchKey, Lineage, by_rank_0
 from slurm_forge.report.planned import planned, step_of
 from slurm_forge.report.skipping import TimedSkip, skip_rows
+from slurm_forge.report.spending import MOST_RANKS, Spending, Spent
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 
-__all__ = ["Beyond", "LaunchTelling"]
+__all__ = ["Beyond", "LaunchTelling", "strike_of"]
 
 #: A request for a checkpoint is a notice too, but nobody wants the run to stop.
 _SAVE_NOTICE = "SAVE"
@@ -24,18 +25,27 @@ class Beyond:
     """What a launch can't tell of itself: what became of it later, what was known of others."""
 
     lineage: Lineage
+    spending: Spending = field(default_factory=Spending)
     #: How far a checkpoint is trusted, by name.
     trust: dict[str, str] = field(default_factory=dict)
     #: The same when it was chosen to go back to, by the identity of the decision.
     chosen: dict[int, str] = field(default_factory=dict)
     recovered: dict[str, ev.Recovered] = field(default_factory=dict)
+    #: Incidents that anything is known of, and the nodes that were struck for each.
+    known: set[str] = field(default_factory=set)
+    struck: dict[str, list[s.StrikeStory]] = field(default_factory=dict)
 
     def hear(self, event: ev.Event) -> None:
         """One more event of the run."""
         match event:
             case ev.CheckpointJudged():
                 self.trust[event.name] = event.trust.value
+            case ev.IncidentSeen():
+                self.known.add(event.incident.id)
+            case ev.NodesStruck():
+                self.struck.setdefault(event.incident_id, []).append(strike_of(event))
             case ev.DecisionTaken():
+                self.known.add(event.decision.incident_id)
                 target = event.decision.target or ""
                 self.chosen[id(event.decision)] = self.trust.get(target, "")
             case ev.Recovered():
@@ -53,6 +63,15 @@ class _Taken:
     by_rank_0: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An incident as it was written down; ``found_out``: by a later attempt, at that time."""
+
+    time: float
+    incident: Incident
+    found_out: float | None = None
+
+
 @dataclass(slots=True)
 class LaunchTelling:
     """A launch while its records are read."""
@@ -67,7 +86,7 @@ class LaunchTelling:
     resumes: list[tuple[ev.Resumed, s.ResumeStory]] = field(default_factory=list)
     notices: list[s.NoticeStory] = field(default_factory=list)
     agreed: ev.StopAgreed | None = None
-    incidents: list[tuple[float, Incident]] = field(default_factory=list)
+    incidents: list[_Seen] = field(default_factory=list)
     decisions: list[_Taken] = field(default_factory=list)
     checkpoints: list[s.CheckpointStory] = field(default_factory=list)
     failed: list[s.FailedSave] = field(default_factory=list)
@@ -96,7 +115,7 @@ class LaunchTelling:
             case ev.StopAgreed():
                 self.agreed = event
             case ev.IncidentSeen():
-                self.incidents.append((time, event.incident))
+                self.incidents.append(_Seen(time, event.incident))
             case ev.DecisionTaken():
                 self.decisions.append(_Taken(time, event.decision, by_rank_0(record)))
             case ev.CheckpointCommitted():
@@ -111,6 +130,17 @@ class LaunchTelling:
                 self.skipped.append((time, event))
             case ev.ProbeMeasured():
                 self._probed(event, time)
+            case _:
+                pass
+
+    def learn(self, record: Record, seen: float) -> None:
+        """What a later attempt wrote down about this launch, ``seen`` last at that time."""
+        event = record.event
+        match event:
+            case ev.IncidentSeen():
+                self.incidents.append(_Seen(seen, event.incident, found_out=record.time))
+            case ev.DecisionTaken():
+                self.decisions.append(_Taken(record.time, event.decision, by_rank_0=False))
             case _:
                 pass
 
@@ -214,10 +244,15 @@ class LaunchTelling:
         for taken in self.decisions:
             first.setdefault(taken.decision.incident_id, taken)
         told = []
-        for time, incident in self.incidents:
+        for seen in self.incidents:
+            incident = seen.incident
             taken_then = first.pop(incident.id, None)
             decided = None if taken_then is None else self._decision(taken_then, incident, beyond)
-            told.append(_incident(incident, time, decided, beyond))
+            story = _incident(incident, seen.time, decided, beyond)
+            struck = tuple(beyond.struck.get(story.id, ()))
+            ranks = self._world_size() or None
+            paid = _with_cost(replace(story, ranks=ranks), beyond)
+            told.append(replace(paid, struck=struck, found_out=seen.found_out))
         # The line of the incident itself was lost: the decision still says what it was about.
         told += [
             _without_incident(taken, self._decision(taken, None, beyond))
@@ -248,6 +283,7 @@ class LaunchTelling:
                 at=back_to if back_to is not None else place or 0,
                 rolled_back_to=back_to,
             ),
+            wait_s=decision.wait_s,
         )
 
     def _in_process(self, taken: _Taken, lineage: Lineage) -> bool:
@@ -299,6 +335,27 @@ def _incident(
         repeated_steps=steps,
         lost_s=lost,
         recovered=incident.id in lineage.passed,
+    )
+
+
+def _with_cost(incident: s.IncidentStory, beyond: Beyond) -> s.IncidentStory:
+    cost = beyond.lineage.costs.get(incident.id)
+    repeated = 0.0 if cost is None else cost.seconds
+    spent = beyond.spending.incidents.get(incident.id, Spent())
+    return replace(
+        incident,
+        repeated_s=repeated,
+        startup_s=spent.startup_s,
+        idle_s=spent.idle_s,
+        lost_rank_s=repeated * min(incident.ranks or 0, MOST_RANKS) + spent.startup_rank_s,
+        idle_rank_s=spent.idle_rank_s,
+    )
+
+
+def strike_of(event: ev.NodesStruck) -> s.StrikeStory:
+    """What was noted in the node ledger."""
+    return s.StrikeStory(
+        nodes=event.nodes, cause=event.cause, excluded=event.excluded, until=event.until
     )
 
 

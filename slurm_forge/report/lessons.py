@@ -66,6 +66,9 @@ def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:
     raised = _new_values(incidents, "mem_factor")
     if raised:
         yield f"ask for {_memory_taken(story, raised[-1])}"
+    longer = _new_values(incidents, "time_factor")
+    if longer:
+        yield f"ask for {factor(longer[-1])} times the time limit from the start (resources.time)"
     fewer = _new_values(incidents, "worker_factor")
     if fewer:
         yield f"start with fewer data-loader workers (x{factor(fewer[-1])} did it), or more memory"

@@ -59,7 +59,7 @@ def listing(folder: str, lines: Iterable[ListedRun], *, elsewhere: Sequence[str]
 
 
 def listing_text(listing: Listing) -> str:
-    """A table: name, status, step, age."""
+    """A table: name, status, step, job (of a chain the newest), age."""
     widths = _widths(listing.runs)
     lines = [_line(one, widths) for one in listing.runs]
     if not lines:
@@ -86,11 +86,12 @@ def listed(facts: RunFacts, status: Status) -> ListedRun:
     )
 
 
-def _cells(one: ListedRun) -> tuple[str, str, str]:
+def _cells(one: ListedRun) -> tuple[str, ...]:
     step = "" if one.step is None else f"step {t.number(one.step)}"
     if step and one.total_steps is not None:
         step += f" of {t.number(one.total_steps)}"
-    return t.clean(one.run, 64), one.status, step
+    job = f"job {t.clean(one.job, 40)}" if one.job[:1].isdigit() else ""
+    return t.clean(one.run, 64), one.status, step, job
 
 
 def _widths(runs: Sequence[ListedRun]) -> tuple[int, ...]:

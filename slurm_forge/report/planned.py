@@ -17,6 +17,7 @@ __all__ = [
     "in_words",
     "left_out",
     "memory_times",
+    "nodes_in_words",
     "planned",
     "ranges",
     "samples_in",
@@ -27,6 +28,8 @@ _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 #: Windows of samples that are named; of more only how many there are.
 _SHOWN_RANGES = 4
 _MIB = 1 << 20
+#: How a decision writes down that nothing was asked for.
+_NONE = ("", "-", "None")
 #: More than this many times what was asked for is a journal that somebody has edited.
 _MOST_MEMORY = 1e6
 
@@ -47,6 +50,8 @@ def planned(plan: RecoveryPlan, *, at: int, rolled_back_to: int | None = None) -
         reseeded=plan.reseeded,
         worker_factor=plan.worker_factor,
         rolled_back_to=rolled_back_to,
+        time_factor=plan.time_factor,
+        nodes=plan.nodes,
     )
 
 
@@ -114,8 +119,12 @@ def in_words(
     plan: s.PlanInForce,
     total: int | None,
     memory: int | None = None,
+    nodes: int | None = None,
 ) -> str:
-    """One change of a decision that led to ``plan``; ``memory`` is what the job asks for, bytes."""
+    """One change of a decision that led to ``plan``.
+
+    ``memory`` (in bytes) and ``nodes`` are what the job asks for, where that is known.
+    """
     old, new = t.clean(change.old, 120), t.clean(change.new, 120)
     match change.parameter:
         case "lr_scale":
@@ -133,6 +142,11 @@ def in_words(
             return f"memory x{factor(old)} → x{factor(new)} of what was asked"
         case "worker_factor":
             return f"data-loader workers x{factor(old)} → x{factor(new)}"
+        case "time_factor":
+            before = "" if factor(old) == "1" or old in _NONE else f" (so far x{factor(old)})"
+            return f"time limit x{factor(new)}{before}"
+        case "nodes":
+            return nodes_in_words(old, new, nodes)
         case "reseeded":
             return "random numbers drawn anew"
         case "exclude_nodes":
@@ -140,6 +154,13 @@ def in_words(
             return f"without {new or 'any node left out'}{before}"
         case _:
             return f"{t.clean(change.parameter, 64)} {old or 'none'} → {new}"
+
+
+def nodes_in_words(old: str, new: str, asked: int | None) -> str:
+    """``nodes 4 → 3``: a plan that says nothing means what the job asks for."""
+    usual = "as asked" if asked is None else t.number(asked)
+    before, after = (usual if each in _NONE else each for each in (old, new))
+    return f"nodes {before} → {after}"
 
 
 def _left_out(old: str, new: str, plan: s.PlanInForce) -> str:

@@ -34,7 +34,7 @@ class IncidentTest:
     """One incident: ``rung`` counts from 0, ``left`` is its budget afterwards (None: no limit).
 
     ``skipped`` updates were left out in a row before it.  ``target`` is None where nothing is
-    rolled back, or where training would start over.
+    rolled back, or where training would start over.  ``wait_s`` is how long the next start waits.
     """
 
     number: int
@@ -46,6 +46,7 @@ class IncidentTest:
     target_step: int | None
     reason: str
     changes: tuple[ChangeTest, ...]
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def _incident(act: Act) -> IncidentTest:
         target_step=_target_step(decision),
         reason=decision.reason,
         changes=tuple(ChangeTest(c.parameter, c.old, c.new) for c in decision.changes),
+        wait_s=decision.wait_s,
     )
 
 
@@ -157,6 +159,8 @@ def _rung(rung: Rung) -> str:
         parts.append("once" if rung.times == 1 else f"{rung.times} times")
     elif rung.do not in _FINAL:
         parts.append("without limit")
+    if rung.wait:
+        parts.append(f"{t.span(rung.wait.total_seconds())} later, longer each time")
     if rung.factor is not None:
         parts.append(f"factor {rung.factor:g}")
     if rung.lr_scale != 1.0:
@@ -190,6 +194,8 @@ def _act(act: Act, ladder: Ladder) -> Iterator[str]:
     yield f"   {decision.action.value}{where}{rung}"
     for change in decision.changes:
         yield f"     {change.parameter}  {_change(change, decision)}"
+    if decision.wait_s >= 1:
+        yield f"     waits {t.span(decision.wait_s)} before the next start"
     if decision.reason != f"{decision.cause.value}: {decision.action.value}":
         yield f"     {t.clean(decision.reason)}"
 

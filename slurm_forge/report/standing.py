@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.report.consequences import without_next
-from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.history import History
+from slurm_forge.report.facts import NotStarted, RunFacts
+from slurm_forge.report.history import GO_ON, History
 from slurm_forge.report.purge import purge_warning
-from slurm_forge.report.story import AttemptStory
+from slurm_forge.report.story import AttemptStory, WaitingStory
 from slurm_forge.report.text import ago, clean, plural, span
 from slurm_forge.report.trouble import Trouble, unmended
+from slurm_forge.report.waiting import why_waiting
 
-__all__ = ["Standing", "standing", "warnings_of"]
+__all__ = ["Standing", "again", "jobs_of", "standing", "warnings_of"]
 
 #: Progress is written every few seconds; a running attempt that says nothing for this long is
 #: compiling, in a very long step, or gone without a word.
 _SILENT_S = 600.0
 _SHOWN_DAMAGE = 5
+#: How a batch script begins a note of a start that failed.
+_NOTE = re.compile(r"\S+Z job \S+ on (\S+)")
+_LONGEST_WHY = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +32,34 @@ class Standing:
     """``status`` for programs, ``words`` for people.
 
     ``doubtful``: the journal says that it runs, and nothing else does.  ``trouble`` is what went
-    wrong before somebody stopped the run, and is not over by that.
+    wrong before somebody stopped the run, and is not over by that.  ``held_job`` waits in the queue
+    until it is released, ``waiting`` is what Slurm says of the job that waits, and ``not_started``
+    what a batch script said that could not even start us.
     """
 
     status: RunStatus
     words: str
     doubtful: bool = False
     trouble: Trouble | None = None
+    held_job: str | None = None
+    waiting: WaitingStory | None = None
+    not_started: NotStarted | None = None
+
+
+def again(reference: str, job: str) -> str:
+    """The command that starts a run another time; ``job`` tells where it was started."""
+    local = job != "" and not job[0].isdigit()
+    return "slurm-forge run with its job file" if local else f"slurm-forge requeue {reference}"
+
+
+def jobs_of(state: RunState, history: History) -> tuple[str, ...]:
+    """Every job that the run has been, the first one first."""
+    told: list[tuple[float, str]] = [(a.time, a.job) for a in history.acts if a.job]
+    for attempt in history.attempts:
+        told.append((attempt.started, attempt.job))
+        told += [(c.time, c.successor) for c in attempt.comebacks if c.successor]
+    ordered = [job for _, job in sorted(told, key=lambda each: each[0])]
+    return tuple(dict.fromkeys(job for job in (*ordered, state.job) if job))
 
 
 def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
@@ -42,10 +68,72 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     status = RunStatus.FINISHED if facts.done else state.status
     doubtful = status is RunStatus.RUNNING and newest is not None and _is_silent(facts, newest)
     words = _words(facts, state, status, newest)
+    not_started = _not_started(facts, status, history)
+    if not_started is not None:
+        words = f"job {clean(not_started.job, 40)} could not start: {_why(not_started)}"
+        doubtful = False
+    held = state.held if status is RunStatus.HELD else None
+    held_job = None if held is None else held.job
+    waiting = _waiting(facts, state, status, held_job)
+    if waiting is not None and not_started is None:
+        words = f"{words}: {waiting.text}" if held_job is None else words
+    if held_job is not None and not_started is None:
+        words += f"; {_in_the_queue(held_job, waiting)}"
     if status not in (RunStatus.STOPPED, RunStatus.CANCELLED):
-        return Standing(status, words, doubtful)
+        return Standing(
+            status,
+            words,
+            doubtful,
+            held_job=held_job,
+            waiting=waiting,
+            not_started=not_started,
+        )
     trouble = unmended(history.attempts)
-    return Standing(status, words + _before_that(trouble), doubtful, trouble)
+    told = words if not_started is not None else words + _before_that(trouble)
+    return Standing(status, told, doubtful, trouble, not_started=not_started)
+
+
+def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotStarted | None:
+    """The newest word of a start that failed, if nothing has come after it."""
+    newest = max(facts.not_started, key=lambda one: one.time, default=None)
+    if newest is None or status is RunStatus.FINISHED:
+        return None
+    later = [attempt.started for attempt in history.attempts]
+    # What a person has asked for since is another start.
+    later += [act.time for act in history.acts if act.verb in GO_ON]
+    return newest if all(newest.time > time for time in later) else None
+
+
+def _why(note: NotStarted) -> str:
+    """The last note of the file, without the inner lines of a traceback."""
+    lines = [line.rstrip() for line in note.text.splitlines() if line.strip()]
+    begins = [index for index, line in enumerate(lines) if _NOTE.fullmatch(line)]
+    where = ""
+    if begins:
+        found = _NOTE.fullmatch(lines[begins[-1]])
+        where = "" if found is None else f"on {found[1]}: "
+        lines = lines[begins[-1] + 1 :]
+    told = " ".join(line for line in lines if not line.startswith((" ", "Traceback (")))
+    return clean(where + told, _LONGEST_WHY) or "it did not say why"
+
+
+def _waiting(
+    facts: RunFacts, state: RunState, status: RunStatus, held_job: str | None
+) -> WaitingStory | None:
+    """What Slurm said of the job, where that is about the one that waits now."""
+    waits = status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) or held_job is not None
+    answer, job = facts.queue, held_job or state.job
+    if answer is None or not waits or answer.job != job or state.open_intent is not None:
+        return None
+    return why_waiting(answer, again=again(facts.reference, job), now=facts.now)
+
+
+def _in_the_queue(job: str, waiting: WaitingStory | None) -> str:
+    if waiting is not None and not waiting.held:
+        return waiting.text
+    held = f"held in Slurm's queue as job {clean(job, 40)}"
+    admin = waiting is not None and waiting.reason == "JobHeldAdmin"
+    return f"{held} by an administrator, who alone can release it" if admin else held
 
 
 def _before_that(trouble: Trouble | None) -> str:

@@ -10,8 +10,14 @@ from slurm_forge.report.advice import next_steps
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
 from slurm_forge.report.planned import planned
-from slurm_forge.report.standing import standing, warnings_of
-from slurm_forge.report.story import CheckpointStory, IncidentStory, LoggedFigure, PlanInForce
+from slurm_forge.report.standing import jobs_of, standing, warnings_of
+from slurm_forge.report.story import (
+    CheckpointStory,
+    IncidentStory,
+    LoggedFigure,
+    PlanInForce,
+    WaitingStory,
+)
 from slurm_forge.report.text import clean
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
@@ -43,7 +49,8 @@ class Status:
     ``status`` is one of new, submitted, running, requeued, held, stopped, cancelled, finished;
     ``words`` says it in a sentence.  ``plan`` is None while it changes nothing.  ``open`` is what
     has been asked and not yet done; ``next`` is what a person can do; ``logged`` is the newest of
-    every figure that ``run.log`` was given.  Times are seconds since the epoch; None is unknown.
+    every figure that ``run.log`` was given.  ``jobs`` are all that it has run as, ``waiting`` is
+    why it waits, where Slurm was asked.  Times are seconds since the epoch; None is unknown.
     """
 
     run: str
@@ -65,6 +72,8 @@ class Status:
     next: tuple[str, ...]
     warnings: tuple[str, ...]
     logged: tuple[LoggedFigure, ...] = ()
+    jobs: tuple[str, ...] = ()
+    waiting: WaitingStory | None = None
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -99,6 +108,8 @@ def take_status(facts: RunFacts) -> Status:
         warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
         # The freshest first: what is logged at every step before what is logged now and then.
         logged=tuple(sorted(history.lineage.figures.values(), key=lambda one: -one.step)),
+        jobs=jobs_of(state, history),
+        waiting=now.waiting,
     )
 
 
@@ -130,8 +141,15 @@ def _plan(history: History, state: RunState, step: int) -> PlanInForce | None:
     plan = state.plan
     rollback = _last_rollback(history)
     unstable = plan.lr_scale(step) != 1.0 or (rollback is not None and not rollback.recovered)
-    beside = (plan.micro_batch, plan.mem_factor, plan.exclude_nodes, plan.worker_factor)
-    if not unstable and beside == (None, 1.0, (), 1.0):
+    beside = (
+        plan.micro_batch,
+        plan.mem_factor,
+        plan.exclude_nodes,
+        plan.worker_factor,
+        plan.time_factor,
+        plan.nodes,
+    )
+    if not unstable and beside == (None, 1.0, (), 1.0, 1.0, None):
         return None
     back_to = None
     if unstable and rollback is not None and rollback.decision is not None:

@@ -27,7 +27,7 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     status_word = status.status
     yield "status", words if words.startswith(status_word) else f"{status_word}: {words}"
     if status.job:
-        yield "job", t.clean(status.job, 40)
+        yield "job", _job(status)
     if status.attempt is not None:
         yield "attempt", _attempt(status)
     if status.step is not None:
@@ -57,6 +57,11 @@ def figures(logged: tuple[LoggedFigure, ...]) -> str:
     told = "; ".join(f"{', '.join(all_)} (step {t.number(at)})" for at, all_ in by_step.items())
     more = len(logged) - _SHOWN_FIGURES
     return told if more <= 0 else f"{told}; {t.number(more)} more"
+
+
+def _job(status: Status) -> str:
+    job = t.clean(status.job, 40)
+    return f"{job}   ({t.chain(status.jobs)})" if len(status.jobs) > 1 else job
 
 
 def _attempt(status: Status) -> str:
@@ -108,6 +113,10 @@ def _plan(plan: PlanInForce, total_steps: int | None) -> str:
         parts.append(f"memory x{factor(plan.mem_factor)} of what was asked")
     if plan.worker_factor != 1.0:
         parts.append(f"data-loader workers x{factor(plan.worker_factor)}")
+    if plan.time_factor != 1.0:
+        parts.append(f"time limit x{factor(plan.time_factor)} of what was asked")
+    if plan.nodes is not None:
+        parts.append(f"on {t.plural(plan.nodes, 'node')}")
     if plan.exclude_nodes:
         parts.append(f"without {t.nodes(plan.exclude_nodes)}")
     return "; ".join(parts)

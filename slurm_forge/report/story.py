@@ -6,8 +6,26 @@ None is "the journal does not say" (or "not yet") throughout.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from slurm_forge.report.pieces import (
+    ActStory,
+    ComebackStory,
+    FailedSave,
+    HeldStory,
+    LateProbe,
+    LoggedFigure,
+    NoticeStory,
+    Observation,
+    ParameterChange,
+    PlanInForce,
+    RejectedCheckpoint,
+    SampleRange,
+    ScienceChange,
+    SkipStory,
+    StrikeStory,
+    WaitingStory,
+)
 
 __all__ = [
     "ActStory",
@@ -16,6 +34,7 @@ __all__ = [
     "ComebackStory",
     "DecisionStory",
     "FailedSave",
+    "HeldStory",
     "IncidentStory",
     "LateProbe",
     "LaunchStory",
@@ -30,55 +49,9 @@ __all__ = [
     "SampleRange",
     "ScienceChange",
     "SkipStory",
+    "StrikeStory",
+    "WaitingStory",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One piece of evidence: where it was seen, and its text."""
-
-    source: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterChange:
-    """A parameter that a decision changed."""
-
-    parameter: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SampleRange:
-    """Samples of the run's order, first and last one."""
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanInForce:
-    """A recovery plan; ``lr_scale`` is the factor on the learning rate where it is told.
-
-    ``lr_back_step`` is where the ramp is back at 1 (None: it stays), ``skipped`` the samples that
-    are left out, ``reseeded`` how often random numbers were drawn anew.  ``rolled_back_to`` is the
-    step that training went back to, None where it did not, or has long got past the trouble.
-    """
-
-    lr_scale: float
-    lr_factor: float
-    lr_from_step: int
-    lr_ramp_steps: int
-    micro_batch: int | None
-    mem_factor: float
-    exclude_nodes: tuple[str, ...]
-    lr_back_step: int | None
-    skipped: tuple[SampleRange, ...]
-    reseeded: int
-    worker_factor: float
-    rolled_back_to: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +60,8 @@ class DecisionStory:
 
     ``target`` is the checkpoint that a rollback goes back to (None: the start), ``target_trust``
     how far that was trusted.  ``in_process``: it was carried out while the ranks went on.
-    ``plan`` is what was in force afterwards, at the step of the incident.
+    ``plan`` is what was in force afterwards, at the step of the incident.  ``wait_s`` is how long
+    the next start is put off.
     """
 
     time: float
@@ -100,6 +74,7 @@ class DecisionStory:
     target_trust: str
     in_process: bool
     plan: PlanInForce
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +86,12 @@ class IncidentStory:
     ``resumed_step`` (None: not yet, or it never stopped), ``repeated_steps`` had to be done again,
     which took ``lost_s``: measured from the incident until training was past it, else the time of
     the work that was thrown away.  ``recovered``: training has got past it.
+
+    What it cost: ``repeated_s`` of training were thrown away, the start after it took
+    ``startup_s``, and for ``idle_s`` the ranks held their nodes and did neither.  Over all
+    ``ranks``, in rank-seconds (times the run's ``gpus_per_rank`` GPU-seconds): ``lost_rank_s`` is
+    repeated work and start-up, ``idle_rank_s`` the rest.  ``found_out`` is when a later attempt
+    learned of it (``time`` is the last sign of life then); None: it was seen when it happened.
     """
 
     id: str
@@ -130,6 +111,14 @@ class IncidentStory:
     repeated_steps: int | None = None
     lost_s: float | None = None
     recovered: bool = False
+    ranks: int | None = None
+    repeated_s: float = 0.0
+    startup_s: float = 0.0
+    idle_s: float = 0.0
+    lost_rank_s: float = 0.0
+    idle_rank_s: float = 0.0
+    struck: tuple[StrikeStory, ...] = ()
+    found_out: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,75 +155,6 @@ class CheckpointStory:
     save_s: float
     size: int
     findings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FailedSave:
-    """A save that came to nothing."""
-
-    time: float
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedCheckpoint:
-    """A checkpoint that was passed over while resuming."""
-
-    time: float
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkipStory:
-    """Steps in a row whose update was not applied, and the samples they consumed (inclusive).
-
-    ``undone``: training went back to before them, so that they are no part of the result.
-    ``evidence`` is what was found out about the first of them.
-    """
-
-    first_step: int
-    last_step: int
-    first_sample: int
-    last_sample: int
-    undone: bool = False
-    time: float = math.nan
-    evidence: tuple[Observation, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """How many steps."""
-        return self.last_step - self.first_step + 1
-
-
-@dataclass(frozen=True, slots=True)
-class NoticeStory:
-    """Somebody wanted something of the run: a signal, a file, the clock."""
-
-    time: float
-    what: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateProbe:
-    """A collective probe that failed, and who came late."""
-
-    time: float
-    step: int
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedFigure:
-    """The newest value that ``run.log`` was given under a name."""
-
-    name: str
-    value: float
-    step: int
-    time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,24 +196,14 @@ class LaunchStory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComebackStory:
-    """A request to come back: ``outcome`` is ``intended``, ``done`` or ``failed``."""
-
-    time: float
-    outcome: str
-    method: str
-    job: str
-    successor: str | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStory:
     """One Slurm start of the job.
 
     ``waited_s`` is the time before it: since the end of the attempt before, or since it was
     submitted.  ``outcome`` is what it left the run as, empty while it runs or where it went
     without a word.  ``logs`` are the files that hold its output, named from the current folder.
+    ``found_out`` is when a later attempt learned how this one, which could not say so, had ended;
+    ``struck`` are strikes for what is not in the journal (any more).
     """
 
     number: int
@@ -310,28 +220,9 @@ class AttemptStory:
     comebacks: tuple[ComebackStory, ...]
     notes: tuple[str, ...]
     logs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActStory:
-    """A person used the command line: submitted the run as ``job``, or used another verb on it."""
-
-    time: float
-    verb: str
-    user: str | None
-    job: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScienceChange:
-    """One thing that makes this run differ from an undisturbed one.
-
-    ``science`` is False for what changes only how it is computed (the micro-batch, memory, nodes).
-    """
-
-    parameter: str
-    text: str
-    science: bool
+    held: HeldStory | None = None
+    struck: tuple[StrikeStory, ...] = ()
+    found_out: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +235,13 @@ class RunStory:
     run took after its last step: no run is spared these.
     ``next`` is what a person can do now, ``next_time`` what would make another run smoother.
     ``warnings`` are about the journal itself: damaged lines, files that could not be read.
-    ``memory`` is what the job asks for per node, in bytes.
+    ``memory`` is what the job asks for per node, in bytes.  ``jobs`` are all that it has run as.
+
+    ``waited_s`` is the time that it waited to be started, the first time, Slurm's own delay and
+    the present wait too; ``queued_s`` is what of it lies in ``elapsed_s``, and for ``rest_s`` of
+    that nobody had asked for it to go on.  ``lost_rank_s`` (repeated work, and every start-up but
+    the first) and ``idle_rank_s`` (nodes held, neither training nor starting) are rank-seconds:
+    times ``gpus_per_rank``, where that is known, GPU-seconds.
     """
 
     run: str
@@ -373,3 +270,13 @@ class RunStory:
     next_time: tuple[str, ...]
     warnings: tuple[str, ...]
     memory: int | None = None
+    jobs: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    queued_s: float = 0.0
+    rest_s: float = 0.0
+    lost_rank_s: float = 0.0
+    idle_rank_s: float = 0.0
+    starts: int = 0
+    gpus_per_rank: float | None = None
+    nodes_asked: int | None = None
+    waiting: WaitingStory | None = None

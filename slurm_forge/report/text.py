@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, tzinfo
 
 from slurm_forge.errors import ConfigError
@@ -11,6 +11,7 @@ from slurm_forge.slurm.nodelist import fold_nodes
 
 __all__ = [
     "ago",
+    "chain",
     "clean",
     "clock",
     "moment",
@@ -19,12 +20,18 @@ __all__ = [
     "paragraph",
     "period",
     "plural",
+    "rank_time",
     "share",
     "span",
     "steps",
+    "weekday",
 ]
 
 _UNKNOWN = "?"
+#: Jobs of a chain that are named at either end of a long one.
+_SHOWN_JOBS = 3
+#: Less than a week, so that a weekday names one day only.
+_WEEK_S = 6 * 86400.0
 
 
 def clean(text: object, limit: int = 0) -> str:
@@ -93,6 +100,29 @@ def span(seconds: float | None) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
+def chain(jobs: Sequence[str]) -> str:
+    """``jobs 12 → 15 → 18``; of many the first and the last ones."""
+    shown = [clean(job, 40) for job in jobs]
+    if len(shown) > 2 * _SHOWN_JOBS + 1:
+        more = f"({number(len(shown) - 2 * _SHOWN_JOBS)} more)"
+        shown = [*shown[:_SHOWN_JOBS], more, *shown[-_SHOWN_JOBS:]]
+    return f"jobs {' → '.join(shown)}"
+
+
+def rank_time(rank_seconds: float, gpus_per_rank: float | None = None) -> str:
+    """``3.3 GPU-hours``; where it is not known that ranks have GPUs, ``42 rank-minutes``."""
+    amount = rank_seconds * (gpus_per_rank or 1.0)
+    if not math.isfinite(amount) or amount > 1e15:
+        return _UNKNOWN
+    what, size = "seconds", 1.0
+    for name, longer in (("minutes", 60.0), ("hours", 3600.0)):
+        if amount >= 99.5 * size:
+            what, size = name, longer
+    value = max(0.0, amount) / size
+    shown = f"{value:.1f}" if value < 9.95 else number(round(value))
+    return f"{shown} {'GPU' if gpus_per_rank else 'rank'}-{what}"
+
+
 def ago(time: float | None, now: float) -> str:
     """``3 min ago``; ``just now`` also where another node's clock is ahead."""
     if time is None or not math.isfinite(time):
@@ -113,6 +143,14 @@ def moment(time: float | None, now: float, zone: tzinfo | None = None) -> str:
         return _UNKNOWN
     year = "" if today is not None and today.year == found.year else f" {found:%Y}"
     return f"{found:%a} {found.day} {found:%b}{year} {found:%H:%M}"
+
+
+def weekday(time: float | None, now: float, zone: tzinfo | None = None) -> str:
+    """``Thu 14:00``, with the date where that is not within a week."""
+    found = _datetime(time, zone)
+    if found is None or time is None or not 0 <= time - now < _WEEK_S:
+        return moment(time, now, zone)
+    return f"{found:%a %H:%M}"
 
 
 def period(start: float | None, end: float | None, now: float, zone: tzinfo | None = None) -> str:

@@ -216,6 +216,8 @@ class Scribe:
         plan: RecoveryPlan | None = None,
         reason: str | None = None,
         rung: int | None = 0,
+        evidence: tuple[Evidence, ...] = (),
+        wait: float = 0.0,
     ) -> None:
         """The launch ends, what it was, and what is decided."""
         self.write("supervisor", ev.LaunchEnded(outcome=cause.value, step=step))
@@ -224,7 +226,7 @@ class Scribe:
             id=name,
             cause=cause,
             confidence=confidence,
-            evidence=(Evidence(source, text),),
+            evidence=evidence or (Evidence(source, text),),
             step=step,
             rank=0,
             hosts=("n01",),
@@ -238,8 +240,56 @@ class Scribe:
             plan=plan or RecoveryPlan(),
             changes=changes,
             rung=rung,
+            wait_s=wait,
         )
         self.write("supervisor", ev.DecisionTaken(decision=decision))
+
+    def held(self, reason: str, *, job: str = "8812301", refused: str = "") -> None:
+        """The job goes back into the queue, held, or Slurm refuses that."""
+        self.write("supervisor", ev.Held(job=job, restart_count=self.attempt - 1, reason=reason))
+        if refused:
+            method = "scontrol requeuehold"
+            self.write("supervisor", ev.RequeueFailed(job=job, method=method, reason=refused))
+        self.end("hold" if refused else "held")
+
+    def struck(self, *nodes: str, excluded: tuple[str, ...] = (), until: float | None) -> None:
+        """What the last launch died of is noted in the node ledger."""
+        name = f"{self.attempt}.{self.launch}"
+        struck = ev.NodesStruck(
+            nodes=nodes, cause="hang", incident_id=name, excluded=excluded, until=until
+        )
+        self.write("supervisor", struck)
+
+    def found_out(self, cause: Cause, action: Action | None, *, step: int | None = None) -> None:
+        """What the next attempt finds out about this one, right before it begins."""
+        name = f"{self.attempt}.{self.launch}"
+        incident = Incident(
+            id=name,
+            cause=cause,
+            confidence=Confidence.LIKELY,
+            evidence=(Evidence("sacct", "State=NODE_FAIL"),),
+            step=step,
+            hosts=("n01",),
+        )
+        journal = JournalWriter(
+            self.run,
+            attempt=self.attempt,
+            writer="supervisor",
+            launch=self.launch,
+            clock=lambda: self.now,
+        )
+        journal.write(ev.IncidentSeen(incident=incident), durable=False)
+        if action is not None:
+            decision = Decision(
+                incident_id=name,
+                cause=cause,
+                action=action,
+                reason=f"{cause.value}: {action.value}",
+                plan=RecoveryPlan(),
+                rung=0,
+            )
+            journal.write(ev.DecisionTaken(decision=decision), durable=False)
+        journal.close()
 
     def preempted(self, step: int, *, saves: bool = True) -> None:
         """Notice, agreement, save, requeue: the ordinary end of an attempt."""

@@ -14,15 +14,19 @@ from slurm_forge.journal import events as ev
 from slurm_forge.report.encoding import to_json
 from slurm_forge.report.explain import explain
 from slurm_forge.report.explain_text import explain_text
-from slurm_forge.report.facts import RunFacts
+from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.happenings import happening
 from slurm_forge.report.status import take_status
 from slurm_forge.report.status_text import status_text
+from slurm_forge.report.waiting import QueueAnswer
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 KINDS = get_args(get_args(ev.Event)[0])
+TIMES = st.floats(1.7e9, 1.7e9 + 500) | st.floats()
 #: Small steps, so that launches resume what others saved; now and then any number.
 STEPS = st.integers(0, 30) | st.integers()
 NAMES = st.sampled_from(["step-00000010.a1.l1-00000000", "step-00000000.a1.l1-00000000", "x\x1b"])
@@ -32,10 +36,10 @@ FACTORS = st.sampled_from([1.0, 0.5, 0.25]) | st.floats()
 EVIDENCE = st.lists(
     st.builds(
         Evidence,
-        st.sampled_from(["all ranks", "replay", "rank 9 (n05)"]) | st.text(max_size=5),
+        st.sampled_from(["all ranks", "replay", "rank 9 (n05)", "followers"]) | st.text(max_size=5),
         st.sampled_from(["transient; suspect n05, n06", "data; dataset[7], [9]"]) | st.text(),
     ),
-    max_size=3,
+    max_size=5,
 ).map(tuple)
 WINDOWS = st.builds(SampleWindow, st.integers(), st.integers())
 PLANS = st.builds(
@@ -49,6 +53,8 @@ PLANS = st.builds(
     skipped=st.lists(WINDOWS, max_size=6).map(tuple),
     reseeded=st.integers(0, 3),
     worker_factor=FACTORS,
+    time_factor=FACTORS,
+    nodes=st.none() | st.integers(),
 )
 CHANGES = st.lists(
     st.builds(
@@ -62,6 +68,8 @@ CHANGES = st.lists(
                 "worker_factor",
                 "reseeded",
                 "exclude_nodes",
+                "time_factor",
+                "nodes",
                 "dropout",
             ]
         ),
@@ -87,7 +95,10 @@ DECISIONS = st.builds(
     plan=PLANS,
     changes=CHANGES,
     target=st.none() | NAMES,
+    wait_s=st.floats(),
 )
+JOBS = st.sampled_from(["12", "15_3", "local-1", "x\x1b", ""])
+NODES = st.lists(st.sampled_from(["n05", "n06", "n\x1b"]), max_size=2).map(tuple)
 FIELDS = {
     "step": STEPS,
     "incident": INCIDENTS,
@@ -97,6 +108,15 @@ FIELDS = {
     "name": NAMES,
     "checkpoint": st.none() | NAMES,
     "text": st.just("allocator retries: many") | st.text(),
+    "job": JOBS,
+    "successor": st.none() | JOBS,
+    "method": st.sampled_from(["scontrol requeue", "scontrol requeuehold", "scontrol update"]),
+    "nodes": NODES,
+    "excluded": NODES,
+    "until": st.none() | TIMES,
+    "world_size": st.sampled_from([0, 4, 8]) | st.integers(),
+    "outcome": st.sampled_from(["finished", "requeued", "hold", "crash"]) | st.text(max_size=5),
+    "verb": st.sampled_from(["requeue", "stop"]) | st.text(max_size=5),
 }
 EVENTS = st.one_of(
     [
@@ -107,15 +127,32 @@ EVENTS = st.one_of(
         for kind in KINDS
     ]
 )
-TIMES = st.floats(1.7e9, 1.7e9 + 500) | st.floats()
 RECORDS = st.builds(
     Record,
     attempt=st.integers(0, 3),
     launch=st.sampled_from([0, 1, 2, 1 << 30]),
     sequence=st.integers(0, 60),
     time=TIMES,
-    writer=st.sampled_from(["supervisor-00000000", "rank0-00000000", "cli-00000000"]),
+    writer=st.sampled_from(
+        ["supervisor-00000000", "supervisor-00000001", "rank0-00000000", "cli-00000000"]
+    ),
     event=EVENTS,
+)
+WHEN = st.none() | st.datetimes()
+REASONS = st.sampled_from(
+    ["Priority", "BeginTime", "JobHeldUser", "JobHeldAdmin", "Dependency", "QOSMaxJobs_x", None]
+)
+QUEUED = st.builds(
+    JobRecord,
+    job_id=st.just(12),
+    name=st.text(max_size=5),
+    state=st.sampled_from(JobState),
+    state_text=st.text(max_size=5),
+    reason=REASONS | st.text(max_size=9),
+    dependency=st.none() | st.text(max_size=9),
+    priority=st.none() | st.integers(0, 3),
+    start_time=WHEN,
+    eligible_time=WHEN,
 )
 FACTS = st.builds(
     RunFacts,
@@ -129,6 +166,10 @@ FACTS = st.builds(
     memory=st.none() | st.integers(0, 1 << 50),
     global_batch=st.none() | st.integers(1, 1 << 20),
     done=st.booleans(),
+    gpus_per_rank=st.none() | st.floats(0, 16),
+    nodes_asked=st.none() | st.integers(),
+    not_started=st.lists(st.builds(NotStarted, JOBS, TIMES, st.text()), max_size=2).map(tuple),
+    queue=st.none() | st.builds(QueueAnswer, JOBS, st.none() | QUEUED),
 )
 TESTED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -148,6 +189,7 @@ def test_explain_always_tells_something_that_can_be_printed(facts: RunFacts) -> 
         assert printable(text)
         assert "What was changed for your science:" in text
     assert story.repeated_steps >= 0
+    assert min(story.waited_s, story.lost_rank_s, story.idle_rank_s, story.rest_s) >= 0
     assert story.repeated_s <= story.training_s + 1e-3 or not math.isfinite(story.training_s)
     assert json.loads(to_json(story))["schema"] == 1
 

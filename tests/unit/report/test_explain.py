@@ -47,7 +47,7 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
     preempted_and_finished(scribe)
     assert told(scribe.facts(after=9999)) == (
         "tiny-gpt   finished   step 400 of 400   2 attempts, 2 launches   "
-        "goodput 79.2 %   start-up 14 s, lost 17 min of 84 min\n"
+        "goodput 79.2 %   start-up 14 s, waiting 17 min, lost 15 s of 84 min\n"
         "\n"
         "attempt 1   job 8812301   n[01-04]   Tue 11 Aug 09:03 → 09:20   "
         "waited 3 min in the queue\n"
@@ -55,7 +55,8 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
         "(interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  preempted        09:20:00   scontrol: PreemptTime=11:02:10 EndTime=11:04:10   "
         "(certain)\n"
-        "    saved step 100 in 4.1 s, committed 6.1 s after the notice · requeued · 0 steps lost\n"
+        "    saved step 100 in 4.1 s, committed 6.1 s after the notice · requeued · 0 steps lost · "
+        "1.9 rank-minutes lost\n"
         "\n"
         "attempt 2   job 8812301   n[02,05]   Tue 11 Aug 09:37 → 10:27   "
         "waited 17 min in the queue\n"
@@ -63,6 +64,7 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
         "training after 14 s (interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  finished at step 400   10:27:15   1 checkpoint, the last at step 400, 0.3 s each\n"
         "\n"
+        "What it cost: 1.9 rank-minutes lost (1 more start), 20 min waiting in the queue.\n"
         "What was changed for your science: nothing.\n"
         "Next time: nothing to do.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
@@ -176,7 +178,7 @@ def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None
     assert (
         "    rolled back to step 90 · learning rate x1 → x0.5, back by step 290 · "
         "relaunched in the allocation\n"
-        "    11 steps repeated, 70 s\n"
+        "    11 steps repeated, 70 s · 11 rank-minutes lost\n"
     ) in text
     # What was rolled back is not part of the result; what was skipped again is.  All that is listed
     # above is accounted for: one that counts, four that don't.
@@ -567,7 +569,7 @@ def test_a_local_run_between_two_attempts(scribe: Scribe) -> None:
     scribe.end("requeued")  # nobody asked Slurm: no RequeueDone
     text = told(scribe.facts(after=2))
     assert text.startswith("tiny-gpt   requeued   ")
-    assert "    requeued\n" in text
+    assert "    requeued · 5 steps not saved\n" in text
 
 
 def test_a_request_to_save_is_no_notice_to_stop(scribe: Scribe) -> None:

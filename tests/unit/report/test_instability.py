@@ -148,8 +148,10 @@ def test_a_fault_that_does_not_come_again(scribe: Scribe) -> None:
         "    replay: the same step computed again is finite: transient; suspect n05\n"
         "    3 steps skipped · rolled back to step 90 (good) without a restart · "
         "11 steps repeated, 2 min\n"
+        "    15 rank-minutes lost\n"
         "  finished at step 400   10:08:45   3 checkpoints, the last at step 400, 0.3 s each\n"
         "\n"
+        "What it cost: 15 rank-minutes lost (11 steps repeated).\n"
         "What was changed for your science: nothing.\n"
         "Next time: save more often (checkpoint.every_minutes): 11 steps had to be repeated.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
@@ -182,16 +184,19 @@ def test_poisoned_data_with_two_rollbacks(scribe: Scribe) -> None:
         "samples 3136-3167; dataset[17], [4711] of epoch 0\n"
         "    3 steps skipped · rolled back to step 90 (good) without a restart · "
         "learning rate x1 → x0.5, back by step 290\n"
-        "    samples 3 136-3 231 left out (96 samples) · 11 steps repeated, 1 min 50 s\n"
+        "    samples 3 136-3 231 left out (96 samples) · 11 steps repeated, 1 min 50 s · "
+        "15 rank-minutes lost\n"
         "  non_finite       09:18:55   steps 99-101   "
         "all ranks: 3 steps in a row had a non-finite gradient   (certain)\n"
         "    3 steps skipped · rolled back to step 90 (good) without a restart\n"
         "    learning rate x0.527 → x0.25, back by step 301\n"
         "    samples 3 136-3 519 left out (384 samples, so far 3 136-3 231) · "
         "11 steps repeated, 2 min\n"
+        "    15 rank-minutes lost\n"
         "  running   step 102, last heard of just now   "
         "2 checkpoints, the last at step 95, 0.3 s each\n"
         "\n"
+        "What it cost: 29 rank-minutes lost (22 steps repeated).\n"
         "What was changed for your science:\n"
         "  learning rate lowered for 12 steps so far (x0.25 from step 90 on, back by step 301)\n"
         "  384 samples left out (3 136-3 519)\n"
@@ -262,16 +267,17 @@ def test_the_end_of_a_ladder(scribe: Scribe) -> None:
     assert text.endswith(
         "  non_finite       09:21:25   steps 103-105   "
         "all ranks: 3 steps in a row had a non-finite gradient   (certain)\n"
-        "    3 steps skipped · held: nothing left to try (rollback used 2 times)\n"
+        "    3 steps skipped · held: nothing left to try (rollback used 2 times) · "
+        "10 steps not saved\n"
         "\n"
+        "What it cost: 29 rank-minutes lost (22 steps repeated).\n"
         "What was changed for your science:\n"
         "  learning rate lowered for 15 steps (x0.25 from step 90 on, back by step 301)\n"
         "  384 samples left out (3 136-3 519)\n"
         "  3 updates skipped (step 103-105: 96 samples without effect; "
         "6 more skips undone by going back)\n"
         "  nothing else\n"
-        "Next: look at the loss, the data and the learning rate around that step; to go on from "
-        "further back see slurm-forge checkpoints; then slurm-forge requeue tiny-gpt.\n"
+        "Next: look at the loss, then slurm-forge requeue tiny-gpt.\n"
         "Next time:\n"
         "  look at the samples that were left out, among them dataset[17], [4711] of epoch 0\n"
         "  save more often (checkpoint.every_minutes): 22 steps had to be repeated\n"
@@ -369,10 +375,12 @@ def test_out_of_memory_cured_by_another_launch(scribe: Scribe) -> None:
         "Tried to allocate 20.00 GiB   (likely)\n"
         "    micro-batch 4 → 2, same global batch · relaunched in the allocation · "
         "5 steps repeated, 50 s\n"
+        "    8.5 rank-minutes lost\n"
         "  launch 2   8 ranks   from step 20 (step-00000020.a1.l1-00000000), training after 14 s "
         "(interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  finished at step 400   09:10:58\n"
         "\n"
+        "What it cost: 8.5 rank-minutes lost (5 steps repeated, 1 more start).\n"
         "What was changed for your science: nothing.\n"
         "What was changed beside it: micro-batch 4 → 2 with more accumulation, "
         "the same global batch throughout.\n"
@@ -419,7 +427,7 @@ def test_killed_for_memory_and_given_more(scribe: Scribe) -> None:
     assert told(facts).partition("load 3.1 s)\n")[2] == (
         "  host_oom         09:03:34   slurm: slurmstepd: error: Detected 1 oom_kill event in "
         "StepId=8812301.0   (likely)\n"
-        "    memory 16G → 24G per node · requeued · 0 steps lost\n"
+        "    memory 16G → 24G per node · requeued · 0 steps lost · 1.9 rank-minutes lost\n"
         "\n"
         "attempt 2   job 8812301   n[01-02]   Tue 11 Aug 09:04 → 09:11   "
         "waited 60 s in the queue\n"
@@ -427,13 +435,14 @@ def test_killed_for_memory_and_given_more(scribe: Scribe) -> None:
         "(interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  finished at step 400   09:11:09\n"
         "\n"
+        "What it cost: 1.9 rank-minutes lost (1 more start), 60 s waiting in the queue.\n"
         "What was changed for your science: nothing.\n"
         "What was changed beside it: memory x1.5 of what was asked.\n"
         "Next time: ask for what it took from the start: resources.mem: 24G.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
     text = told(scribe.facts())
-    assert "    memory x1 → x1.5 of what was asked · requeued · 0 steps lost\n" in text
+    assert "    memory x1 → x1.5 of what was asked · requeued · 0 steps lost · 1.9 rank-" in text
     assert "Next time: ask for 1.5 times the memory from the start (resources.mem).\n" in text
 
 
@@ -540,7 +549,7 @@ def test_a_rollback_by_another_launch(scribe: Scribe) -> None:
     text = told(scribe.facts())
     assert (
         "    rolled back to step 90 (good) · relaunched in the allocation · "
-        "8 steps repeated, 80 s\n"
+        "8 steps repeated, 80 s · 13 rank-minutes lost\n"
     ) in text
     assert "without a restart" not in text
 

@@ -18,16 +18,17 @@ from tests.unit.report.journals import Scribe
 
 STATUS = (
     "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
-    "last_seen_age_s checkpoint plan open next warnings logged"
+    "last_seen_age_s checkpoint plan open next warnings logged jobs waiting"
 )
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "
     "elapsed_s training_s kept_s repeated_s repeated_steps goodput startup_s ending_s attempts "
-    "acts changes next next_time warnings memory"
+    "acts changes next next_time warnings memory jobs waited_s queued_s rest_s lost_rank_s "
+    "idle_rank_s starts gpus_per_rank nodes_asked waiting"
 )
 ATTEMPT = (
     "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes "
-    "logs"
+    "logs held struck found_out"
 )
 LAUNCH = (
     "number started ended last_seen outcome world_size nodes step resumes training_s "
@@ -36,13 +37,14 @@ LAUNCH = (
 )
 INCIDENT = (
     "id time cause confidence step rank hosts evidence decision onset samples repeats micro_batch "
-    "resumed_step repeated_steps lost_s recovered"
+    "resumed_step repeated_steps lost_s recovered ranks repeated_s startup_s idle_s lost_rank_s "
+    "idle_rank_s struck found_out"
 )
-DECISION = "time action reason rung changes target target_step target_trust in_process plan"
+DECISION = "time action reason rung changes target target_step target_trust in_process plan wait_s"
 RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s after"
 PLAN = (
     "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes "
-    "lr_back_step skipped reseeded worker_factor rolled_back_to"
+    "lr_back_step skipped reseeded worker_factor rolled_back_to time_factor nodes"
 )
 
 

@@ -1,0 +1,214 @@
+"""Why a job waits in Slurm's queue, in plain words, and what can be done about it.
+
+The reasons are those of ``job_reason_string`` in Slurm's sources; one that is not known here is
+told as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, tzinfo
+
+from slurm_forge.journal import Record, RunStatus, fold
+from slurm_forge.report import story as s
+from slurm_forge.report import text as t
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import ACTIVE, TERMINAL, JobState
+
+__all__ = ["QueueAnswer", "job_to_ask_about", "why_waiting"]
+
+_NOTHING = "nothing to do: it starts when its turn comes"
+_JOB_ID = re.compile(r"[a-z]+:(\d{1,10}(?:_\d{1,10})?)")
+#: Reasons of a job that only a release lets start, and who holds it.
+_HELD = {
+    "JobHeldUser": "held in the queue",
+    "job requeued in held state": "held in the queue, put back there held",
+    "job requeued in special exit state": "held in the queue after a special exit",
+    "JobHoldMaxRequeue": "held by Slurm: it was requeued too often (MaxBatchRequeue)",
+    "launch failed requeued held": "held by Slurm: its start failed on the node",
+    "launch failure limit exceeded requeued held": "held by Slurm: its start failed too often",
+    "user env retrieval failed requeued held": "held by Slurm: the user's environment "
+    "could not be read",
+}
+#: Reasons as they begin: what it means, and what to do.  The first that fits counts.
+_PLAIN = (
+    ("Priority", "other jobs come first", _NOTHING),
+    ("Resources", "it is next, and waits for free nodes", _NOTHING),
+    ("None", "Slurm has not looked at it yet", _NOTHING),
+    ("Cleaning", "what its last start left is still being cleaned up", _NOTHING),
+    ("Prolog", "its nodes are being prepared", _NOTHING),
+    ("SchedDefer", "Slurm starts nothing at the moment", _NOTHING),
+    ("JobArrayTaskLimit", "as many tasks of the array run as may at a time", _NOTHING),
+    ("Licenses", "it waits for a licence", _NOTHING),
+    (
+        "ReservationDeleted",
+        "its reservation is gone",
+        "it will not start like this: cancel it and submit without it",
+    ),
+    ("Reservation", "it waits for its reservation to begin", _NOTHING),
+    (
+        "ReqNodeNotAvail, Reserved for maintenance",
+        "its time limit reaches into a maintenance of the nodes",
+        "nothing to do: it starts after it; with a shorter time limit it may start before",
+    ),
+    (
+        "ReqNodeNotAvail",
+        "nodes that it needs can't be used now",
+        "see which: sinfo -R; nodes that the job asks for by name may be the reason",
+    ),
+    (
+        "Nodes required for job are DOWN, DRAINED",
+        "nodes that it needs are down, drained or reserved for others",
+        "see which: sinfo -R; nodes left out, or a partition of few nodes, may be the reason "
+        "(slurm-forge nodes list)",
+    ),
+    ("NodeDown", "a node that it needs is down", "see which: sinfo -R"),
+    ("PartitionDown", "its partition takes no jobs to start", "see why: sinfo -s"),
+    ("PartitionInactive", "its partition is switched off", "see why: sinfo -s"),
+    (
+        "PartitionTimeLimit",
+        "it asks for more time than its partition allows",
+        "it will not start like this: scontrol update JobId={job} TimeLimit=…",
+    ),
+    (
+        "PartitionNodeLimit",
+        "it asks for more, or fewer, nodes than its partition allows",
+        "it will not start like this: scontrol update JobId={job} NumNodes=…",
+    ),
+    (
+        "BadConstraints",
+        "no node has what it asks for",
+        "it will not start like this: ask for other nodes, then cancel it and submit again",
+    ),
+    (
+        "DependencyNeverSatisfied",
+        "the job that it waits for ended in another way than it was to",
+        "it will never start: scancel {job}, then {again}",
+    ),
+    ("InvalidAccount", "its account is not known", "ask the cluster's support, or change it"),
+    ("InvalidQOS", "its QOS is not known", "ask the cluster's support, or change it"),
+    ("AccountNotAllowed", "its account may not use this partition", "use another one"),
+    ("QOSNotAllowed", "its QOS may not be used there", "use another one"),
+    ("DeadLine", "its deadline can't be met any more", "submit again: {again}"),
+)
+#: The limit is about one job alone: waiting does not help.
+_PER_JOB = re.compile(r"(?:PerJob|WallDurationPerJob|MaxTimeLimit|TimeLimit)")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAnswer:
+    """What Slurm said about ``job``; ``record`` is None where it does not know it (any more)."""
+
+    job: str
+    record: JobRecord | None
+
+
+def job_to_ask_about(records: Iterable[Record]) -> str | None:
+    """The job that the journal says waits in the queue; None where there is nothing to ask."""
+    state = fold(records)
+    waits = state.status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
+    waits = waits or (state.status is RunStatus.HELD and state.held is not None)
+    if not waits or state.open_intent is not None or not state.job[:1].isdigit():
+        return None
+    return state.job if state.held is None else state.held.job
+
+
+def why_waiting(
+    answer: QueueAnswer, *, again: str, now: float, zone: tzinfo | None = None
+) -> s.WaitingStory:
+    """In words; ``again`` is the command that starts the run another time."""
+    job, record = t.clean(answer.job, 40), answer.record
+    if record is None:
+        told = f"Slurm does not know job {job} any more"
+        return _story(job, "", "", told, f"it will not start: {again}")
+    state, reason = t.clean(record.state_text, 40), _reason(record)
+    if record.state in TERMINAL:
+        told = f"Slurm says that job {job} is over ({state})"
+        return _story(job, state, reason, told, f"it will not start again: {again}")
+    if record.state is JobState.COMPLETING:
+        told = f"job {job} is still ending on its nodes"
+        return _story(job, state, reason, told, "nothing to do: it waits in the queue after that")
+    if record.state in ACTIVE:
+        told = f"Slurm has started job {job} ({state}), and nothing was heard of it yet"
+        return _story(job, state, reason, told, "nothing to do: it should be heard of soon")
+    expected = _timestamp(record.start_time) or _timestamp(record.eligible_time)
+    text, next_, held = _pending(record, reason, job, again, expected, now, zone)
+    soon = expected is not None and expected > now and not held
+    return s.WaitingStory(
+        job=job,
+        state=state,
+        reason=reason,
+        text=text,
+        held=held,
+        expected=expected if soon else None,
+        next=next_,
+    )
+
+
+def _story(job: str, state: str, reason: str, text: str, next_: str) -> s.WaitingStory:
+    return s.WaitingStory(
+        job=job, state=state, reason=reason, text=text, held=False, expected=None, next=next_
+    )
+
+
+def _pending(
+    record: JobRecord,
+    reason: str,
+    job: str,
+    again: str,
+    expected: float | None,
+    now: float,
+    zone: tzinfo | None,
+) -> tuple[str, str, bool]:
+    release = f"to let it go on: scontrol release {job}, or {again}"
+    if reason == "JobHeldAdmin":
+        return (
+            "held by an administrator: only they can release it",
+            f"ask the cluster's support why, and to release job {job}",
+            True,
+        )
+    if reason in _HELD:
+        return _HELD[reason], release, True
+    if record.held and reason in ("", "None"):
+        return "held in the queue", release, True
+    if reason == "BeginTime":
+        when = ""
+        if expected is not None and expected > now:
+            when = f" before {t.moment(expected, now, zone)} (in {t.span(expected - now)})"
+        return f"not to start{when or ' yet'}", "nothing to do: it starts after that", False
+    if reason == "Dependency":
+        first = _JOB_ID.search(record.dependency or "")
+        whom = f"job {first[1]}" if first else "another job"
+        return f"it starts when {whom} has ended", "nothing to do: it starts by itself", False
+    for beginning, words, next_ in _PLAIN:
+        if reason == beginning or (len(beginning) > 4 and reason.startswith(beginning)):
+            told = words if not reason else f"{words} ({reason})"
+            return _expecting(told, expected, now, zone), next_.format(job=job, again=again), False
+    if reason.startswith(("QOS", "Assoc", "MaxCpuPer", "MaxMemPer")):
+        whose = "the QOS" if reason.startswith("QOS") else "the account or the user"
+        told = f"a limit of {whose} is reached ({reason})"
+        if _PER_JOB.search(reason):
+            return told, "it will not start like this: ask for less, or for another QOS", False
+        return told, "nothing to do: it starts when others that count have ended", False
+    told = f"Slurm says: {reason}" if reason else "Slurm gives no reason"
+    return told, f"see squeue -j {job}", False
+
+
+def _expecting(told: str, expected: float | None, now: float, zone: tzinfo | None) -> str:
+    if expected is None or expected <= now:
+        return told
+    return f"{told}; Slurm expects to start it {t.moment(expected, now, zone)}"
+
+
+def _reason(record: JobRecord) -> str:
+    """As squeue prints it: scontrol puts underscores in the place of spaces."""
+    return t.clean((record.reason or "").replace("_", " "), 160)
+
+
+def _timestamp(moment: datetime | None) -> float | None:
+    try:
+        return None if moment is None else moment.timestamp()
+    except (OverflowError, OSError, ValueError):
+        return None

@@ -1,0 +1,336 @@
+"""Why a run waits, as Slurm says and a reader understands it; who can let a held one go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import events as ev
+from slurm_forge.report.explain import explain
+from slurm_forge.report.explain_text import explain_text
+from slurm_forge.report.facts import NotStarted, RunFacts
+from slurm_forge.report.listing import listed, listing, listing_text
+from slurm_forge.report.status import take_status
+from slurm_forge.report.status_text import status_text
+from slurm_forge.report.text import moment
+from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about, why_waiting
+from slurm_forge.slurm.parsing import parse_jobs
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.unit.report.journals import TUESDAY, Scribe
+
+DATA = Path(__file__).parents[1] / "slurm" / "data"
+JOB = "8812301"
+AGAIN = "slurm-forge requeue tiny-gpt"
+
+
+@pytest.fixture
+def scribe(tmp_path: Path) -> Scribe:
+    return Scribe(tmp_path)
+
+
+def screen(facts: RunFacts) -> dict[str, str]:
+    """Label to value; several lines of one label are joined."""
+    found: dict[str, str] = {}
+    for line in status_text(take_status(facts), zone=timezone.utc).splitlines():
+        label, value = line[:11].strip(), line[12:]
+        found[label] = f"{found[label]} | {value}" if label in found else value
+    return found
+
+
+def told(facts: RunFacts) -> str:
+    return explain_text(explain(facts), now=facts.now, reference="tiny-gpt", zone=timezone.utc)
+
+
+def pending(
+    reason: str | None, *, job: str = JOB, state: JobState = JobState.PENDING, **more: object
+) -> QueueAnswer:
+    record = JobRecord(
+        job_id=int(job), name="x", state=state, state_text=state.value, reason=reason, priority=7
+    )
+    return QueueAnswer(job, replace(record, **more))  # type: ignore[arg-type]
+
+
+def canned(name: str) -> QueueAnswer:
+    (record,) = parse_jobs((DATA / f"{name}.txt").read_text())
+    return QueueAnswer(str(record.job_id), record)
+
+
+def requeued(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.preempted(20)
+
+
+def held(scribe: Scribe, *, refused: str = "") -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    reason = "crash: the same crash 3 times; next: look at the log of rank 0"
+    scribe.incident(Cause.CRASH, Action.HOLD, reason=reason, rung=None, step=20)
+    scribe.held(reason, refused=refused)
+
+
+@pytest.mark.parametrize(
+    ("reason", "text", "next_"),
+    [
+        ("Priority", "other jobs come first (Priority)", "nothing to do: it starts when"),
+        ("Resources", "it is next, and waits for free nodes (Resources)", "nothing to do"),
+        ("JobHeldUser", "held in the queue", f"scontrol release {JOB}, or {AGAIN}"),
+        ("JobHeldAdmin", "held by an administrator: only they can", "ask the cluster's support"),
+        ("JobHoldMaxRequeue", "requeued too often (MaxBatchRequeue)", f"scontrol release {JOB}"),
+        ("launch_failed_requeued_held", "its start failed on the node", "scontrol release"),
+        (
+            "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_x",
+            "nodes that it needs are down, drained or reserved",
+            "sinfo -R",
+        ),
+        ("ReqNodeNotAvail,_UnavailableNodes:n06", "UnavailableNodes:n06)", "sinfo -R"),
+        ("ReqNodeNotAvail,_Reserved_for_maintenance", "reaches into a maintenance", "starts after"),
+        ("QOSMaxJobsPerUserLimit", "a limit of the QOS is reached (QOSMax", "nothing to do"),
+        ("QOSMaxWallDurationPerJobLimit", "a limit of the QOS is reached", "will not start like"),
+        ("AssocGrpCpuLimit", "a limit of the account or the user is reached", "nothing to do"),
+        ("PartitionTimeLimit", "more time than its partition allows", f"JobId={JOB} TimeLimit="),
+        ("DependencyNeverSatisfied", "ended in another way", f"scancel {JOB}, then {AGAIN}"),
+        ("ReservationDeleted", "its reservation is gone", "submit without it"),
+        ("BeamMeUp\x1b[2J", "Slurm says: BeamMeUp?[2J", f"squeue -j {JOB}"),
+        (None, "Slurm gives no reason", f"squeue -j {JOB}"),
+    ],
+)  # fmt: skip
+def test_reasons_in_plain_words(scribe: Scribe, reason: str | None, text: str, next_: str) -> None:
+    requeued(scribe)
+    facts = replace(scribe.facts(after=60), queue=pending(reason))
+    shown = screen(facts)
+    assert shown["status"].startswith("requeued 60 s ago, waits to be started again: ")
+    assert text in shown["status"]
+    assert next_ in shown["next"]
+    assert text in told(facts)
+    assert "\x1b" not in told(facts)
+
+
+def test_a_release_is_advised_only_to_whom_it_is_open(scribe: Scribe) -> None:
+    requeued(scribe)
+    by_admin = screen(replace(scribe.facts(), queue=pending("JobHeldAdmin")))
+    assert "scontrol release" not in by_admin["next"]
+
+
+def test_records_of_a_real_slurm() -> None:
+    told_of = why_waiting(canned("job_held"), again=AGAIN, now=TUESDAY)
+    assert (told_of.text, told_of.held) == ("held in the queue", True)
+    told_of = why_waiting(canned("job_requeued_and_held"), again=AGAIN, now=TUESDAY)
+    assert (told_of.text, told_of.held) == ("held in the queue, put back there held", True)
+    delayed = canned("job_pending_requeued")
+    start = 1795255044.0
+    told_of = why_waiting(delayed, again=AGAIN, now=start - 121, zone=timezone.utc)
+    when = moment(start, start, timezone.utc)
+    assert told_of.text == f"not to start before {when} (in 2 min 1 s)"
+    assert (told_of.expected, told_of.held) == (start, False)
+    told_of = why_waiting(delayed, again=AGAIN, now=start + 5, zone=timezone.utc)
+    assert told_of.text == "not to start yet"
+    assert told_of.expected is None
+
+
+def test_when_slurm_expects_to_start_it(scribe: Scribe) -> None:
+    requeued(scribe)
+    facts = scribe.facts()
+    start = datetime.fromtimestamp(facts.now, tz=timezone.utc) + timedelta(hours=3)
+    facts = replace(facts, queue=pending("Resources", start_time=start))
+    assert f"expects to start it {moment(start.timestamp(), facts.now)}" in screen(facts)["status"]
+
+
+def test_a_successor_waits_for_the_job_before_it(scribe: Scribe) -> None:
+    requeued(scribe)
+    queue = pending("Dependency", dependency="afterany:8812300(unfulfilled)")
+    shown = screen(replace(scribe.facts(), queue=queue))
+    assert shown["status"].endswith(": it starts when job 8812300 has ended")
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "next_"),
+    [
+        (JobState.RUNNING, "Slurm has started job 8812301 (RUNNING)", "nothing to do"),
+        (JobState.COMPLETING, "job 8812301 is still ending on its nodes", "nothing to do"),
+        (JobState.CANCELLED, "Slurm says that job 8812301 is over (CANCELLED)", AGAIN),
+    ],
+)
+def test_a_job_that_does_not_wait_at_all(
+    scribe: Scribe, state: JobState, text: str, next_: str
+) -> None:
+    requeued(scribe)
+    shown = screen(replace(scribe.facts(), queue=pending("None", state=state)))
+    assert text in shown["status"]
+    assert next_ in shown["next"]
+
+
+def test_a_job_that_slurm_has_forgotten(scribe: Scribe) -> None:
+    requeued(scribe)
+    shown = screen(replace(scribe.facts(), queue=QueueAnswer(JOB, None)))
+    assert "Slurm does not know job 8812301 any more" in shown["status"]
+    assert shown["next"] == f"it will not start: {AGAIN}"
+
+
+def test_an_answer_about_another_job_tells_nothing(scribe: Scribe) -> None:
+    requeued(scribe)
+    shown = screen(replace(scribe.facts(), queue=pending("Priority", job="99")))
+    assert shown["status"] == "requeued just now, waits to be started again"
+    assert "squeue -j 8812301" in shown["next"]
+
+
+def test_what_is_asked_about(scribe: Scribe) -> None:
+    assert job_to_ask_about(scribe.facts().records) is None
+    scribe.submitted()
+    assert job_to_ask_about(scribe.facts().records) == JOB
+    scribe.begin()
+    assert job_to_ask_about(scribe.facts().records) is None  # it runs: nobody needs to be asked
+    scribe.resume(0)
+    scribe.preempted(20)
+    assert job_to_ask_about(scribe.facts().records) == JOB
+
+
+def test_a_local_run_is_nothing_to_ask_slurm_about(scribe: Scribe) -> None:
+    scribe.begin(job="local-1", via="submitit local")
+    scribe.end("requeued")
+    assert job_to_ask_about(scribe.facts().records) is None
+
+
+def test_a_run_that_is_held_in_the_queue_says_who_can_release_it(scribe: Scribe) -> None:
+    held(scribe)
+    facts = scribe.facts(after=60)
+    assert job_to_ask_about(facts.records) == JOB
+    shown = screen(facts)
+    assert shown["status"] == (
+        "held: crash: the same crash 3 times; held in Slurm's queue as job 8812301"
+    )
+    assert shown["next"] == (
+        "see why: slurm-forge explain tiny-gpt | "
+        f"then, to go on: scontrol release {JOB}, or {AGAIN}"
+    )
+    text = told(facts)
+    assert "    held: the same crash 3 times · in Slurm's queue as job 8812301, until" in text
+    assert f"Next: look at the log of rank 0, then scontrol release {JOB}, or {AGAIN}.\n" in text
+
+
+def test_a_hold_that_slurm_refused_leaves_nothing_to_release(scribe: Scribe) -> None:
+    held(scribe, refused="Requested operation is presently disabled")
+    shown = screen(scribe.facts())
+    assert shown["status"] == "held: crash: the same crash 3 times"
+    assert "scontrol release" not in shown["next"]
+    text = told(scribe.facts())
+    assert "scontrol release" not in text
+    assert "scontrol requeuehold was not taken: Requested operation is presently dis" in text
+    assert "in Slurm's queue" not in text
+
+
+def test_a_held_job_of_which_slurm_knows_better(scribe: Scribe) -> None:
+    held(scribe)
+    by_admin = replace(scribe.facts(), queue=pending("JobHeldAdmin"))
+    assert screen(by_admin)["status"].endswith("by an administrator, who alone can release it")
+    assert "scontrol release" not in screen(by_admin)["next"]
+    assert "ask the cluster's support" in screen(by_admin)["next"]
+    assert AGAIN not in screen(by_admin)["next"]
+    assert "Next: look at the log of rank 0, then ask the cluster's support why" in told(by_admin)
+    gone = replace(scribe.facts(), queue=QueueAnswer(JOB, None))
+    assert screen(gone)["status"].endswith("; Slurm does not know job 8812301 any more")
+    assert screen(gone)["next"].endswith(f"then, to go on: {AGAIN}")
+    there = replace(scribe.facts(), queue=pending("job_requeued_in_held_state"))
+    assert f"scontrol release {JOB}" in screen(there)["next"]
+
+
+def test_the_next_start_ends_the_hold(scribe: Scribe) -> None:
+    held(scribe)
+    scribe.later(60).begin()
+    assert "held" not in screen(scribe.facts())["status"]
+    scribe.resume(0)
+    assert "scontrol release" not in told(scribe.facts())
+
+
+def test_a_chain_of_jobs(scribe: Scribe) -> None:
+    method = "sbatch --dependency=afterany"
+    scribe.submitted("12")
+    for job, successor in (("12", "15"), ("15", "18")):
+        scribe.begin(job=job)
+        scribe.resume(0)
+        scribe.incident(Cause.PREEMPTED, Action.REQUEUE)
+        scribe.write("supervisor", ev.RequeueDone(job=job, method=method, successor=successor))
+        scribe.end("successor")
+    facts = scribe.facts()
+    assert take_status(facts).jobs == ("12", "15", "18")
+    assert screen(facts)["job"] == "18   (jobs 12 → 15 → 18)"
+    assert "\n   jobs 12 → 15 → 18\n" in told(facts)
+    line = listed(facts, take_status(facts))
+    assert "   job 18   " in listing_text(listing("runs", [line]))
+
+
+def test_a_long_chain_names_its_ends(scribe: Scribe) -> None:
+    for number in range(50):
+        scribe.begin(job=str(100 + number))
+    job = screen(scribe.facts())["job"]
+    assert job == "149   (jobs 100 → 101 → 102 → (44 more) → 147 → 148 → 149)"
+
+
+def test_one_job_is_no_chain(scribe: Scribe) -> None:
+    requeued(scribe)
+    scribe.later(60).begin()
+    assert screen(scribe.facts())["job"] == JOB
+    assert "jobs" not in told(scribe.facts())
+
+
+NOTE = """\
+2026-08-11T09:00:00Z job 8812301 on n02
+an older note
+2026-08-11T10:00:00Z job 8812301 on n03
+this interpreter can not import slurm_forge: /env/bin/python
+Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+ModuleNotFoundError: No module named 'slurm_forge'\x1b[2J
+"""
+
+
+def test_a_job_that_could_not_even_start_us(scribe: Scribe) -> None:
+    requeued(scribe)
+    facts = scribe.facts(after=300)
+    note = NotStarted(JOB, facts.now - 10, NOTE)
+    facts = replace(facts, not_started=(note, replace(note, time=facts.now - 20, text="older")))
+    shown = screen(facts)
+    assert shown["status"] == (
+        "requeued: job 8812301 could not start: on n03: this interpreter can not import "
+        "slurm_forge: /env/bin/python ModuleNotFoundError: No module named 'slurm_forge'?[2J"
+    )
+    assert shown["next"] == (
+        "repair the environment that the job starts in (its modules, its Python) | "
+        f"then, to go on: scontrol release {JOB}, or {AGAIN}"
+    )
+    assert "   job 8812301 could not start: on n03: this" in told(facts)
+    assert "repair the environment" in told(facts)
+
+
+def test_a_failure_to_start_is_over_once_an_attempt_has_begun_or_a_person_has_asked(
+    scribe: Scribe,
+) -> None:
+    requeued(scribe)
+    facts = scribe.facts()
+    note = NotStarted(JOB, scribe.now + 10, "no Python")
+    assert "no Python" in screen(replace(facts, not_started=(note,)))["status"]
+    scribe.later(20).write("cli", ev.UserAsked(verb="requeue", user="x"), launch=1 << 30)
+    assert "no Python" not in screen(replace(scribe.facts(), not_started=(note,)))["status"]
+    again = replace(note, time=scribe.now + 5)
+    assert "no Python" in screen(replace(scribe.facts(), not_started=(again,)))["status"]
+    scribe.later(20).begin()
+    assert "no Python" not in screen(replace(scribe.facts(), not_started=(again,)))["status"]
+
+
+def test_a_note_without_words_and_a_finished_run(scribe: Scribe) -> None:
+    scribe.submitted()
+    note = NotStarted(JOB, scribe.now + 1, " \n")
+    shown = screen(replace(scribe.facts(), not_started=(note,)))
+    assert shown["status"].endswith("could not start: it did not say why")
+    scribe.begin()
+    scribe.finish(5)
+    late = replace(note, time=scribe.now + 100)
+    assert screen(replace(scribe.facts(), not_started=(late,)))["status"] == "finished"
