@@ -13,6 +13,7 @@ from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, 
 from slurm_forge.recovery.slurm_says import (
     Judged,
     failed_node,
+    is_ending,
     killed_for_memory,
     node_lost,
     of_a_stop,
@@ -63,7 +64,8 @@ def _where(
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
         return first.rank, (first.host,)
     lost = first_lost(facts)
-    if lost is not None and cause in _OF_A_RANK | {Cause.NCCL_ERROR, Cause.HANG}:
+    # A rank that gave up waiting for another says nothing against its own node.
+    if lost is not None and cause in _OF_A_RANK:
         return lost.rank, (lost.host,)
     return None, ()
 
@@ -107,7 +109,8 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.stopped_by:
         words = Evidence("starter", facts.stopped_by)
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
-    asked = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
+    heard = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
+    asked = heard or is_ending(facts)
     if asked:
         from_slurm = of_a_stop(facts)
         if from_slurm is not None:
@@ -124,7 +127,7 @@ def _judge(facts: LaunchFacts) -> Judged:
         beats = (Evidence("heartbeat", _pulse(each)) for each in facts.beats[:_SHOWN_FOLLOWERS])
         return Cause.HANG, Confidence.LIKELY, (probe, *beats)
     told = killed_for_memory(facts) or node_lost(facts)
-    if asked and (facts.stopped_at is not None or not (told or facts.failures)):
+    if heard and (facts.stopped_at is not None or not (told or facts.failures)):
         signals = ", ".join((*facts.rank_signals, *facts.batch_signals))
         text = f"{signals} without anything in Slurm's records that explains it"
         return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)

@@ -6,7 +6,7 @@ import re
 
 from slurm_forge.recovery.dumps import find_dump
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
-from slurm_forge.recovery.patterns import find_cause
+from slurm_forge.recovery.output_ends import judge_end, reruns_of_megatron
 from slurm_forge.recovery.slurm_says import (
     Judged,
     killed_for_memory,
@@ -14,7 +14,7 @@ from slurm_forge.recovery.slurm_says import (
     node_lost,
 )
 from slurm_forge.slurm.srun_words import TaskEnd, first_end, step_cancelled, task_ends
-from slurm_forge.slurm.states import TERMINAL
+from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = ["SUSPECTED_HARDWARE", "first_lost", "of_a_silence"]
@@ -24,9 +24,11 @@ __all__ = ["SUSPECTED_HARDWARE", "first_lost", "of_a_silence"]
 #: machine): another node may tell.
 SUSPECTED_HARDWARE = frozenset({16, 17})
 _MOST_TEXT = 400
-_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGKILL"})
+_OWN_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"})
+_FAULTS = (_OWN_FAULTS - {"SIGABRT"}) | {"SIGKILL"}
 #: 128 plus the number of SIGSEGV, SIGBUS, SIGILL, SIGFPE.
 _FAULT_STATUS = frozenset({139, 135, 132, 136})
+_ABORTED = 134
 
 
 def of_a_silence(facts: LaunchFacts) -> Judged:
@@ -35,12 +37,18 @@ def of_a_silence(facts: LaunchFacts) -> Judged:
     killed = killed_for_memory(facts)
     if killed:
         return Cause.HOST_OOM, Confidence.LIKELY, (*gone, *killed)
-    lost_node = node_lost(facts)
+    row = next(iter(facts.rows), None)
+    if row is not None and row.state is JobState.OUT_OF_MEMORY:
+        said = Evidence("sacct", f"step {row.step}: State={row.state_text}")
+        return Cause.HOST_OOM, Confidence.CERTAIN, (*gone, said)
+    ends = task_ends(facts.launcher_text)
+    first = first_end(ends)
+    # Who saw a rank end of a fault of its own was there: that node has not gone.
+    lost_node = None if first is not None and first.died_of in _OWN_FAULTS else node_lost(facts)
     if lost_node is not None:
         cause, confidence, words = lost_node
         return cause, confidence, (*gone, *words)
-    ends = task_ends(facts.launcher_text)
-    told = _cancelled(facts, ends) or _by_end(facts, first_end(ends))
+    told = _cancelled(facts, ends) or _by_end(facts, first)
     if told is not None:
         cause, confidence, words = told
         return cause, confidence, (*gone, *words)
@@ -60,20 +68,31 @@ def of_a_silence(facts: LaunchFacts) -> Judged:
 def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
     """A ``scancel`` of the step: SIGKILL for every rank at once, and the job runs on.
 
-    Slurm's records of the job say nothing of it (tried on 22.05.8).  srun tells the order: there
-    was no task that had ended before the step was.
+    Slurm's records of the job say nothing of it (tried on 22.05.8).  srun tells by the order: no
+    task had ended, and nothing had failed, before the step was aborted; accounting says who it was.
+    A rank that could still say something, or ended otherwise, was not killed by it.
     """
-    by = next((row for row in facts.rows if row.step not in (None, "batch", "extern")), None)
-    if by is not None and by.cancelled_by is not None and all(each.follows for each in ends):
-        text = f"step {by.step}: State={by.state_text}"
-        return Cause.USER_CANCELLED, Confidence.CERTAIN, (Evidence("sacct", text),)
-    if not ends or any(not each.follows for each in ends):
+    if facts.failures or any(each.signal != "SIGKILL" for each in ends):
         return None
-    if by is not None and by.state in TERMINAL:
+    row = next(iter(facts.rows), None)
+    if row is not None and row.cancelled_by is None and row.state in TERMINAL:
         return None  # accounting knows how the step ended, and of nobody who cancelled it
+    before, aborted, _ = facts.launcher_text.partition("srun: Job step aborted")
+    if (
+        not aborted
+        or "srun: error:" in before
+        or not ends
+        or any(not each.follows for each in ends)
+    ):
+        return None
     printed = [each for each in step_cancelled(facts.launcher_text) if each.is_step]
     text = printed[-1].text if printed else "the step was aborted before any task had ended"
-    return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("srun", text),)
+    words = Evidence("srun", text)
+    if row is None or row.cancelled_by is None:
+        return Cause.USER_CANCELLED, Confidence.LIKELY, (words,)
+    # By itself that proves nothing: srun cancels a step that it can't start, in the user's name.
+    who = Evidence("sacct", f"step {row.step}: State={row.state_text}")
+    return Cause.USER_CANCELLED, Confidence.CERTAIN, (who, words)
 
 
 def first_lost(facts: LaunchFacts) -> LostRank | None:
@@ -91,13 +110,13 @@ def first_lost(facts: LaunchFacts) -> LostRank | None:
 def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
     """By how the first task ended, and by what it printed before."""
     said = () if end is None else (Evidence("srun", _short(end.text)),)
-    if end is not None and end.exit_code in SUSPECTED_HARDWARE:
+    lost = first_lost(facts)
+    own = "" if lost is None else lost.output
+    printed = own or facts.launcher_text
+    suspects = end is not None and end.exit_code in SUSPECTED_HARDWARE
+    if end is not None and suspects and reruns_of_megatron(printed):
         text = f"exit {end.exit_code}: Megatron suspects the hardware that this rank ran on"
         return Cause.GPU_ERROR, Confidence.LIKELY, (*said, Evidence("exit status", text))
-    lost = first_lost(facts)
-    printed = facts.launcher_text
-    if lost is not None and lost.output:
-        printed = lost.output
     source = "output" if lost is None else f"output of rank {lost.rank}"
     dump = find_dump(printed)
     if dump is not None:
@@ -106,11 +125,21 @@ def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
     died_of = "" if end is None else end.died_of
     fault = died_of in _FAULTS or (end is None and facts.exit_status in _FAULT_STATUS)
     # What was printed before a fault of the process, or a kill, need not be why.
-    known = None if fault else find_cause(printed)
-    if known is not None:
-        return known.cause, Confidence.LIKELY, (*said, Evidence(source, _short(known.text)))
+    told = None
+    if not fault:
+        told = judge_end(
+            printed,
+            shared=not own,
+            by_signal=bool(died_of),
+            aborted=died_of == "SIGABRT" or (end is None and facts.exit_status == _ABORTED),
+            said=[each.text for each in facts.failures],
+        )
+    if told is not None:
+        return told.cause, told.confidence, (*said, Evidence(source, _short(told.text)))
     if dump is None and end is None:
         return None
+    if suspects:
+        return Cause.APP_ERROR, Confidence.LIKELY, said
     return Cause.CRASH, Confidence.LIKELY, said
 
 

@@ -6,16 +6,17 @@ Formats: ``faulthandler`` of CPython 3.11 to 3.14, glibc's and libstdc++'s messa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Dump", "Traceback", "find_dump", "find_traceback"]
+__all__ = ["Dump", "Traceback", "find_dump", "find_traceback", "find_tracebacks"]
 
 #: What is read of a text from its end, of a dump from its beginning, and of a line.
 _LONGEST = 1 << 20
 _LONGEST_DUMP = 1 << 17
 _LINE = 300
 _MOST_FRAMES = 8
+_MOST_TRACEBACKS = 200
 
 _FATAL = "Fatal Python error: "
 _TRACEBACK = "Traceback (most recent call last):"
@@ -50,6 +51,11 @@ _ABORT = (
     r"|\b(?:double free or corruption|corrupted (?:double-linked list|size vs\. prev_size))"
     r"|\bCheck failed: [^\n]{0,300}"
 )
+# In front of a traceback: the program goes on behind it.
+_IN_PASSING = re.compile(
+    r"(?:Exception in thread [^\n]{1,200}|Exception ignored in[^\n]{1,200}|--- Logging error ---)"
+    r"\r?\n[^\n]{0,40}\Z"
+)
 _RAISED = re.compile(r"[A-Za-z_][\w.]{0,200}(?:: |:?\r?$)")
 
 
@@ -65,14 +71,25 @@ class Dump:
     signal: str
     frames: tuple[str, ...] = ()
     innermost: str = ""
+    #: Where it begins in the text.
+    at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Traceback:
-    """The line of an uncaught exception, and the last of the user's own frames that it passed."""
+    """The line of an exception, and the last of the user's own frames that it passed.
+
+    ``innermost`` is the file that it was raised in, whose ever; ``at`` and ``end`` are where its
+    first line begins in the text, and its last one ends.
+    """
 
     error: str
     frame: str = ""
+    innermost: str = ""
+    at: int = 0
+    end: int = 0
+    #: It ended no more than a thread, or was only printed.
+    in_passing: bool = False
 
 
 def find_dump(text: str) -> Dump | None:
@@ -80,13 +97,15 @@ def find_dump(text: str) -> Dump | None:
 
     A C++ exception that ended in Python's fault handler is one crash: its words, Python's frames.
     """
-    text = text[-_LONGEST:]
+    skipped = max(0, len(text) - _LONGEST)
+    text = text[skipped:]
     at = text.rfind(_FATAL)
     # A crash before it is another process's, or another launch's.
     before = text.rfind(_FATAL, 0, max(at, 0)) + 1
     words = [each for each in re.finditer(_ABORT, text, re.M) if each.start() >= before]
     if at < 0:
-        return Dump(_said(words[-1]), "SIGABRT") if words else None
+        last = words[-1] if words else None
+        return None if last is None else Dump(_said(last), "SIGABRT", at=skipped + last.start())
     fatal, *lines = text[at : at + _LONGEST_DUMP].splitlines()
     error = fatal.removeprefix(_FATAL).strip()
     signal = _SIGNALS.get(error, "SIGABRT")
@@ -98,6 +117,7 @@ def find_dump(text: str) -> Dump | None:
         signal=signal,
         frames=own or tuple(dict.fromkeys(_short(each) for each in frames))[:_MOST_FRAMES],
         innermost=_short(frames[0]) if frames else "",
+        at=skipped + (earlier[-1].start() if earlier else at),
     )
 
 
@@ -106,21 +126,45 @@ def find_traceback(text: str) -> Traceback | None:
 
     What srun (``2: ``) and torch (``[rank2]: ``) put in front of its lines is taken away.
     """
-    text = text[-_LONGEST:]
-    at = text.rfind(_TRACEBACK)
-    if at < 0:
-        return None
+    return next(find_tracebacks(text), None)
+
+
+def find_tracebacks(text: str) -> Iterator[Traceback]:
+    """The Python tracebacks that are complete, from the last one backwards."""
+    skipped = max(0, len(text) - _LONGEST)
+    text = text[skipped:]
+    at = len(text)
+    for _ in range(_MOST_TRACEBACKS):
+        end, at = at, text.rfind(_TRACEBACK, 0, at)
+        if at < 0:
+            return
+        found = _traceback_at(text[:end], at, skipped)
+        if found is not None:
+            yield found
+
+
+def _traceback_at(text: str, at: int, skipped: int) -> Traceback | None:
     prefix = text[text.rfind("\n", max(0, at - 40), at) + 1 : at] if at else ""
     prefix = prefix if len(prefix) < 40 else ""
     frames: list[re.Match[str]] = []
-    for line in text[at + len(_TRACEBACK) : at + _LONGEST_DUMP].split("\n")[1:]:
+    first, *lines = text[at : at + _LONGEST_DUMP].split("\n")
+    end = at + len(first)
+    for line in lines:
+        end += 1 + len(line)
         bare = line.removeprefix(prefix).rstrip("\r")
         found = _FRAME.match(bare)
         if found is not None:
             frames.append(found)
         elif _RAISED.match(bare):
             own = _own(frames[::-1])
-            return Traceback(bare[:_LINE].strip(), own[0] if own else "")
+            return Traceback(
+                bare[:_LINE].strip(),
+                own[0] if own else "",
+                innermost=frames[-1]["file"] if frames else "",
+                at=skipped + at,
+                end=skipped + end,
+                in_passing=_IN_PASSING.search(text[max(0, at - 300) : at]) is not None,
+            )
     return None
 
 

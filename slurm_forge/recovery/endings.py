@@ -16,7 +16,7 @@ from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
-__all__ = ["Ending", "cause_of_ending", "supervisor_lost"]
+__all__ = ["Ending", "cause_of_ending", "is_cancelled", "supervisor_lost"]
 
 #: Slurm notes the start of a job a moment before its batch script does, clocks differ by a little.
 _SAME_START = timedelta(seconds=60)
@@ -83,7 +83,7 @@ def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
         of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
         return cause, sure, (said, *of_nodes, silence)
     record = ending.record
-    if record is not None and record.failed_node:
+    if record is not None and record.failed_node and ending.restarted:
         said = Evidence("scontrol", f"FailedNode={record.failed_node}")
         return Cause.NODE_FAIL, Confidence.LIKELY, (said, silence)
     if _gone(ending):
@@ -106,19 +106,19 @@ def _of_nodes(ending: Ending) -> tuple[Evidence, ...]:
 
 
 def _row(ending: Ending) -> AccountingRecord | None:
-    """The accounting of that very start: its record has the time at which it began."""
-    near = [
+    """The accounting of that very start: the last that had begun by then, and not ended before.
+
+    Between Slurm's start and ours lie a prolog and the script's own setup.
+    """
+    found = [
         row
         for row in ending.rows
         if row.step is None
         and row.start_time is not None
-        and abs(row.start_time - ending.started) <= _SAME_START
+        and row.start_time <= ending.started + _SAME_START
+        and (row.end_time is None or row.end_time >= ending.started)
     ]
-    return min(near, key=lambda row: _apart(row, ending), default=None)
-
-
-def _apart(row: AccountingRecord, ending: Ending) -> timedelta:
-    return abs((row.start_time or ending.started) - ending.started)
+    return max(found, key=lambda row: row.start_time or ending.started, default=None)
 
 
 def _noticed(ending: Ending) -> tuple[Evidence, ...]:
@@ -146,14 +146,33 @@ def supervisor_lost(
         if record.exit_code is not None:
             text += f" ExitCode={record.exit_code[0]}:{record.exit_code[1]}"
         evidence = (seen, Evidence("scontrol", text))
+        again = record.restarts > restart_count
         if record.preempt_time is not None:
             cause, confidence = Cause.PREEMPTED, Confidence.CERTAIN
-        elif record.failed_node:
+        elif again and record.failed_node:
             cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
-        elif record.restarts > restart_count:
+        elif again:
             cause, confidence = Cause.ADMIN_REQUEUE, Confidence.LIKELY
-        elif record.state is JobState.CANCELLED:
+        elif is_cancelled(record):
             cause, confidence = Cause.USER_CANCELLED, Confidence.LIKELY
     return Incident(
         id=incident_id, cause=cause, confidence=confidence, evidence=evidence, step=step
     )
+
+
+def is_cancelled(record: JobRecord) -> bool:
+    """Whether Slurm ends the job because somebody wants it so, as far as its record tells.
+
+    While a job is ending it only reads COMPLETING.  A batch shell's own end is named as the reason
+    (tried on 22.05.8: JobLaunchFailure, ExitCode=0:9), a limit by the time.
+    """
+    if record.state is JobState.CANCELLED:
+        return True
+    if record.state is not JobState.COMPLETING or record.preempt_time is not None:
+        return False
+    by_itself = record.exit_code is not None and record.exit_code[1] not in (0, 15)
+    if by_itself or record.reason == "JobLaunchFailure":
+        return False
+    if record.time_limit is None or record.start_time is None or record.end_time is None:
+        return True
+    return record.end_time < record.start_time + record.time_limit - timedelta(seconds=2)

@@ -22,7 +22,9 @@ _HARDWARE = (
     row(
         Cause.GPU_ERROR,
         "Xid",
-        rf"\b(?:Xid|XID)\b(?: ?\([^)\n]{{1,40}}\))?(?:[ :=#]|errors?|found){{0,8}}\b(?:{_XIDS})\b",
+        # One number: a list is what somebody looks for.
+        rf"\b(?:Xid|XID)\b(?: ?\([^)\n]{{1,40}}\))?(?:[ :=#]|errors?|found){{0,8}}\b(?:{_XIDS})\b"
+        r"(?! ?[,/|;-] ?[0-9])",
         r"\bSXid\b[^\n]{0,80}\bFatal\b",
     ),
     row(
@@ -39,14 +41,15 @@ _HARDWARE = (
         r"(?i:uncorrect(?:able|ed) ECC)",
         r"(?i:double[- ]bit ECC error)",
         r"amdgpu[^\n]{0,100}uncorrectable hardware errors? detected",
-        unless=r"[:=|] {0,20}(?:0|N/A)\b",
+        r"(?i:row[- ]remapping failure)",
+        unless=r"[:=|] {0,20}(?:0|N/A|No)\b|\b[Nn]o (?:uncorrect|double|row)",
     ),
     row(
         Cause.GPU_ERROR,
         "NVLink fault",
         r"uncorrectable NVLink error",
         r"over nvlink or a hardware error",
-        r"CUDA error: hardware stack error",
+        r"(?:CUDA|HIP) error: hardware stack error",
     ),
     row(
         Cause.GPU_ERROR,
@@ -54,13 +57,14 @@ _HARDWARE = (
         r"CUDA-capable device(?:\(s\) is/are|s are) busy or unavailable",
         r"\bsystem not yet initialized",
         r"CUDA unknown error",
-        r"CUDA error: unknown error",
+        r"(?:CUDA|HIP) error: unknown error",
     ),
     row(
         Cause.NODE_FAIL,
         "memory error of the node",
         r"UNCORRECTABLE MEMORY ERROR AT",
-        r"\[Hardware Error\]: (?:Machine check|Uncorrected)",
+        # "Machine check events logged" is said of corrected errors as well.
+        r"\[Hardware Error\]: (?:Machine check(?! events logged)|Uncorrected)",
     ),
 )
 
@@ -70,10 +74,16 @@ _MEMORY = (
         Cause.CUDA_OOM,
         "GPU memory",
         r"\b(?:CUDA|HIP|XPU)(?: error:)? out of memory",
-        r"\bcuda\.OutOfMemoryError\b",
+        r"\bcuda\.(?:memory\.)?OutOfMemoryError\b",
         r"MPS backend out of memory",
         r"Cuda failure (?:2 )?'out of memory'",
         r"\b(?:CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
+        # A handle needs memory, and no other reason is common.
+        r"\b(?:CUBLAS|HIPBLAS)_STATUS_NOT_INITIALIZED",
+        r"Triton Error \[(?:CUDA|HIP)\]: out of memory",
+        r"\bResourceExhaustedError\b[^\n]{0,200}\bOOM\b",
+        r"\bOOM when allocating tensor",
+        r"No available memory for the cache blocks",
         r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
         r"CUFFT_ALLOC_FAILED",
         r"CUDA_ERROR_OUT_OF_MEMORY",
@@ -86,13 +96,13 @@ _MEMORY = (
         r"unable to allocate shared memory",
         r"unable to write to file </torch_",
         r"Unexpected bus error encountered in worker",
-        r"/dev/shm[^\n]{0,120}No space left on device",  # noqa: S108
-        r"No space left on device[^\n]{0,20}/dev/shm",
+        r"/dev/shm[^\n]{0,120}[Nn]o space left on device",  # noqa: S108
+        r"[Nn]o space left on device[^\n]{0,20}/dev/shm",
     ),
     row(
         Cause.HOST_OOM,
         "killed for memory",
-        r"\b(?:oom[-_]kill|OOM [Kk]ill)",
+        r"\b(?:oom[-_]kill(?:er|ed)?\b|OOM [Kk]ill)",
         r"Out of memory: Killed process",
         r"cgroup out[- ]of[- ]memory",
         unless=r"oom_kill(?:_disable)? 0\b",
@@ -107,14 +117,48 @@ _MEMORY = (
         r"Unable to allocate [0-9.]{1,12} [KMGTP]iB for an array",
         r"Cannot allocate memory",
     ),
+    row(
+        Cause.HOST_OOM,
+        "threads of the node",
+        r"can't start new thread",
+        r"pthread_create failed for thread",
+    ),
+    # The kernel's counters tell whether it was for memory.
+    row(
+        Cause.CRASH,
+        "loader worker gone",
+        r"DataLoader worker \(pid(?:\(s\))? [0-9, ]{1,200}\) "
+        r"(?:is killed by signal: (?!Bus error)|exited unexpectedly)",
+    ),
 )
+
+# A line that somebody wrote, and no exception, about a folder that only serves for a while.
+_OF_A_CACHE = r"^(?!(?: {0,8}[0-9]{1,7}: ?)?(?:\[rank[0-9]+\]: ?)?[\w.]*Error: )[^\n]*/tmp/"
 
 # errno(3) and its strings; Lustre evicts with ESHUTDOWN, FUSE mounts die with ENOTCONN.
 _STORAGE = (
-    row(Cause.STORAGE, "disk full", r"No space left on device", r"\bENOSPC\b"),
+    row(
+        Cause.STORAGE,
+        "disk full",
+        r"(?i:no space left on device)",
+        r"\bENOSPC\b",
+        unless=_OF_A_CACHE,
+    ),
     row(Cause.STORAGE, "quota exceeded", r"[Dd]isk quota exceeded", r"\bEDQUOT\b"),
-    row(Cause.STORAGE, "stale file handle", r"Stale (?:NFS )?file handle", r"\bESTALE\b"),
-    row(Cause.STORAGE, "read-only file system", r"Read-only file system", r"\bEROFS\b"),
+    row(
+        Cause.STORAGE,
+        "stale file handle",
+        r"Stale (?:NFS )?file handle",
+        r"\bESTALE\b",
+        unless=r"\b(?:rm|rmdir): |cannot remove",
+    ),
+    row(
+        Cause.STORAGE,
+        "read-only file system",
+        r"Read-only file system",
+        r"\bEROFS\b",
+        unless=rf"[Mm]atplotlib|{_OF_A_CACHE}",
+    ),
     row(
         Cause.STORAGE,
         "file system gone",
@@ -129,6 +173,7 @@ _STORAGE = (
         r"Remote I/O error",
         r"Structure needs cleaning",
         r"PytorchStreamWriter failed writing",
+        r"\bunable to lock file\b",
         r"inline_container\.cc[^\n]{0,60}unexpected pos",
     ),
 )
@@ -175,17 +220,20 @@ _ENVIRONMENT = (
         "shared library missing",
         r"cannot open shared object file",
         r"cannot allocate memory in static TLS block",
+        # What is there for those who have it.
+        unless=r"Failed to load image|\bdlerror\b|Could not load dynamic library|NET/Plugin",
     ),
     row(
         Cause.ENV_MISMATCH,
         "binary of another version",
         r"\bundefined symbol: ",
+        r"numpy\.core\.multiarray failed to import",
         r"version [`'\u2018]?(?:GLIBC(?:XX)?|CXXABI)_[0-9.]{1,12}['\u2019]? not found",
         r"size changed, may indicate binary incompatibility",
         r"compiled against (?:ABI|API) version 0x",
-        r"A module that was compiled using NumPy 1\.x cannot be run",
         r"cannot import name [^\n]{1,200} from [^\n]{1,300}site-packages",
         r"Mismatched NCCL version detected",
+        unless=r"Failed to load image",
     ),
     row(
         Cause.ENV_MISMATCH,
@@ -201,16 +249,17 @@ _ENVIRONMENT = (
         Cause.ENV_MISMATCH,
         "no code for this GPU",
         r"no kernel image is available for execution",
-        r"CUDA error: invalid device function",
+        r"(?:CUDA|HIP) error: invalid device function",
         r"is not compatible with the current PyTorch installation",
     ),
     row(
         Cause.ENV_MISMATCH,
         "no GPU to be seen",
-        r"No CUDA GPUs are available",
+        r"No (?:CUDA|HIP) GPUs are available",
         r"no CUDA-capable device is detected",
         r"Found no NVIDIA driver on your system",
         r"Torch not compiled with CUDA enabled",
+        unless=r"CUDA initialization:",
     ),
     row(
         Cause.ENV_MISMATCH,
@@ -220,22 +269,37 @@ _ENVIRONMENT = (
     ),
 )
 
-# torch.nn.Module.load_state_dict, torch.load, pickle, safetensors.
-_CHECKPOINTS = (
+# torch.nn.Module.load_state_dict: what the program loads by itself.  Our reader says it by type.
+_WEIGHTS = (
     row(
-        Cause.CHECKPOINT_BAD,
+        Cause.APP_ERROR,
         "weights that don't fit",
         r"Error\(s\) in loading state_dict for",
         r"(?:Missing|Unexpected) key\(s\) in state_dict",
         r"size mismatch for [^\n:]{1,300}: copying a param",
     ),
+)
+
+# Megatron-LM, DeepSpeed's loss scaler, autograd's anomaly mode.
+_NUMBERS = (
+    row(
+        Cause.NON_FINITE,
+        "numbers that are not finite",
+        r"\b[Ff]ound (?:NaN|Inf|nan|inf) in (?:local|global) (?:grad|forward|loss)",
+        r"Current loss scale already at minimum",
+        r"Function '\w{1,100}' returned nan values",
+    ),
+)
+
+# torch.load, pickle, safetensors.
+_CHECKPOINTS = (
     row(
         Cause.CHECKPOINT_BAD,
         "damaged checkpoint file",
         r"PytorchStreamReader failed",
         r"Error while deserializing header",
         r"UnpicklingError: (?:invalid load key|pickle data was truncated)",
-        r"Weights only load failed",
+        r"Weights only load failed[.:]",
     ),
 )
 
@@ -245,5 +309,7 @@ LOCAL_ERRORS: tuple[Pattern, ...] = (
     *_STORAGE,
     *_PROGRAM,
     *_ENVIRONMENT,
+    *_WEIGHTS,
+    *_NUMBERS,
     *_CHECKPOINTS,
 )

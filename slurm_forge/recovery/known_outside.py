@@ -11,6 +11,14 @@ __all__ = ["RANK_ERRORS", "SERVICE_ERRORS"]
 _BETWEEN_RANKS = r"c10d|[Gg]loo|TCPStore|NCCL|nccl|ProcessGroup|[Rr]endezvous|socket\.cpp"
 _HTTP_5XX = r"(?:500|502|503|504|520|521|522|523|524|529)"
 
+# A refusal, a number of something else, or a builtin exception whose text only quotes an answer.
+_QUOTED = (
+    r"\b4(?:0[0-8]|1[0-9]) Client Error"
+    r"|\b(?:step|epoch|iter|iteration|batch) [0-9]"
+    r"|\b(?:rate|count)[ :=]{1,3}[0-9]"
+    r"|\b(?<!\.)(?:RuntimeError|Exception): (?![^\n]{0,500}(?:HTTP|https?://))"
+)
+
 # requests/urllib3, huggingface_hub, boto, google and azure clients, wandb, MLflow; glibc's
 # getaddrinfo; FlexNet (lmgrd) and RLM, the licence servers that most commercial codes talk to.
 SERVICE_ERRORS: tuple[Pattern, ...] = (
@@ -36,7 +44,7 @@ SERVICE_ERRORS: tuple[Pattern, ...] = (
     row(
         Cause.EXTERNAL_SERVICE,
         "server error",
-        rf"\b{_HTTP_5XX} (?:Server Error|Internal Server Error|Bad Gateway|Service "
+        rf"(?<![/\w=.-]){_HTTP_5XX} (?:Server Error|Internal Server Error|Bad Gateway|Service "
         r"(?:Temporarily )?Unavailable|Gateway Time-?out)",
         rf"HTTP Error {_HTTP_5XX}: ",
         r"\b429 (?:Client Error|Too Many Requests)|HTTP Error 429: ",
@@ -44,6 +52,7 @@ SERVICE_ERRORS: tuple[Pattern, ...] = (
         r"|RequestTimeout|Throttling|ThrottlingException)\)",
         r"\bexceptions\.(?:ServiceUnavailable|TooManyRequests|GatewayTimeout|BadGateway): ",
         r"\bazure\.core\.exceptions\.Service(?:Request|Response)(?:Timeout)?Error",
+        unless=_QUOTED,
     ),
     row(
         Cause.EXTERNAL_SERVICE,
@@ -62,14 +71,17 @@ SERVICE_ERRORS: tuple[Pattern, ...] = (
         r"<urlopen error ",
         r"https?://[^\s'\"]{1,300}[^\n]{0,100}(?:Connection refused|timed out|[Cc]onnect timeout)",
         r"\bConnectionRefusedError: \[Errno 111\]",
+        r"\bConnectionResetError: \[Errno 104\]",
         unless=_BETWEEN_RANKS,
     ),
     row(
         Cause.EXTERNAL_SERVICE,
         "tracking server",
         r"\bwandb\.(?:sdk\.[\w.]{1,60}\.|errors\.)?(?:\w{1,20}\.)?CommError\b",
-        r"\bwandb: (?:ERROR )?Network error",
+        # Without ERROR it goes on trying, and the program goes on with its work.
+        r"\bwandb: ERROR Network error",
         r"\bMlflowException: (?:API request to|INTERNAL_ERROR|TEMPORARILY_UNAVAILABLE)",
+        unless=r"entering retry loop|resolved after",
     ),
 )
 
@@ -89,14 +101,14 @@ RANK_ERRORS: tuple[Pattern, ...] = (
     row(
         Cause.NCCL_ERROR,
         "port of the network",
-        r"NET/IB[^\n]{0,120}port error\(",
+        r"NET/IB[^\n]{0,120}port error\b",
         r"NET/IB[^\n]{0,80}No device found",
+        r"\bUCX\b[^\n]{0,80}Transport retry count exceeded",
     ),
     row(
         Cause.NCCL_ERROR,
         "meeting of the ranks",
         r"The (?:client|server) socket has (?:timed out|failed)",
-        r"\bIPv[46] network addresses [^\n]{1,200} cannot be retrieved",
         r"Timed out after [0-9]{1,9} seconds waiting for clients",
         r"\b[Gg]loo connectFullMesh failed",
         r"c10d[^\n]{0,300}(?:EADDRINUSE|Address already in use)",
@@ -106,6 +118,7 @@ RANK_ERRORS: tuple[Pattern, ...] = (
         "peer gone",
         r"Connection closed by peer",
         r"\bncclRemoteError\b",
+        r"remote process exited or there was a network error",
         r"NCCL communicator was aborted",
         r"NET/IB[^\n]{0,80}Got completion [^\n]{0,80}(?:error|status=)",
         r"Connection was likely closed",
@@ -121,7 +134,7 @@ RANK_ERRORS: tuple[Pattern, ...] = (
         r"\bncclInternalError\b",
         r"\bncclUnhandledCudaError\b",
         r"\bunhandled (?:system|cuda) error",
-        r"\bNCCL (?:error|Error|WARN|failure)\b",
+        r"\bNCCL (?:error|Error|failure)\b",
         r"\bDist(?:Backend|Network|Store)Error\b",
         r"\bgloo/(?:transport|rendezvous)/",
     ),

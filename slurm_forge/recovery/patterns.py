@@ -15,7 +15,7 @@ from slurm_forge.recovery.known_outside import RANK_ERRORS, SERVICE_ERRORS
 from slurm_forge.recovery.pattern import Pattern
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["KNOWN_ERRORS", "Match", "Pattern", "find_cause", "find_causes"]
+__all__ = ["KNOWN_ERRORS", "Match", "Pattern", "find_cause", "find_causes", "find_last"]
 
 #: In order of authority: the first row that matches is what ``find_cause`` tells.
 KNOWN_ERRORS: tuple[Pattern, ...] = (*LOCAL_ERRORS, *SERVICE_ERRORS, *RANK_ERRORS)
@@ -30,11 +30,23 @@ _MOST_TRIES = 200
 # Python's tracebacks show source lines, indented, with the texts of errors that were not raised;
 # srun --label puts the rank in front.
 _SOURCE = re.compile(r"(?: {0,8}[0-9]{1,7}: ?)?(?: {4}|\t| {2}File \")")
+_OF_SLURM = re.compile(r"(?:srun|slurmstepd)[^:\s]{0,80}: ")
 # Words that make of what follows a guess of the program's, and of the whole line a passing trouble.
 _ADVICE = re.compile(
     r"\b(?:might|may|could|can) (?:also )?be (?:also )?(?:caused by|due to)\b", re.I
 )
-_PASSING = re.compile(r"\b(?:[Rr]etrying|[Ww]ill retry|[Rr]etry [0-9]{1,4}/[0-9]{1,4})\b")
+_PASSING = re.compile(
+    r"\b(?:[Rr]etrying|[Ww]ill retry|[Rr]etry (?P<tried>[0-9]{1,4})/(?!(?P=tried)\b)[0-9]{1,4})\b"
+)
+# Whoever says so goes on.  "NCCL_DEBUG=INFO" is advice in errors of torch; of NCCL's own warnings
+# the table has those that are none.
+_GOES_ON = re.compile(
+    r"(?<!NCCL )\bWARN(?:ING)?\b|\b(?:User|Future|Deprecation|Runtime|Import)Warning\b"
+    r"|(?<!=)\bINFO\b|\[W(?:[0-9]{4})?[ \]]|: W tensorflow/"
+    r"|\b(?:[Ff]alling back|[Ff]all back|[Ss]kipp(?:ed|ing)|[Ii]gnor(?:ed|ing)|none found)\b"
+    r"|\bhandled\b|(?<!Watchdog )\bcaught\b|\busing [^\n]{1,200} instead\b"
+    r"|, (?:using|continuing|going on)\b|\b[Ii]f you see\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,8 @@ class Match:
     label: str
     text: str
     follows: bool = False
+    #: How many lines stand behind it, those of srun and slurmstepd not counted.
+    behind: int = 0
 
 
 def find_cause(text: str) -> Match | None:
@@ -60,17 +74,43 @@ def find_causes(text: str) -> tuple[Match, ...]:
     return tuple(_matches(text))
 
 
+def find_last(text: str, *, followers: bool = True) -> Iterator[Match]:
+    """The known texts, the last line of each kind, from the end of ``text`` backwards.
+
+    Of several in one line the one of the highest authority comes first.  Without ``followers``
+    those are left out who were only hit by the end of another.
+    """
+    text = text[-_LONGEST:]
+    found = []
+    for authority, pattern in enumerate(KNOWN_ERRORS):
+        if pattern.follows and not followers:
+            continue
+        last = _line_of(pattern, text, from_end=True)
+        if last is not None:
+            at, line = last
+            found.append((_line_begin(text, at), -authority, at, line, pattern))
+    for _, _, at, line, pattern in sorted(found, key=lambda each: each[:2], reverse=True):
+        yield Match(pattern.cause, pattern.label, line, pattern.follows, _lines_behind(text, at))
+
+
+def _lines_behind(text: str, at: int) -> int:
+    _, _, rest = text[at:].partition("\n")
+    return sum(1 for line in rest.split("\n") if line.strip() and not _OF_SLURM.match(line))
+
+
 def _matches(text: str) -> Iterator[Match]:
     text = text[-_LONGEST:]
     for pattern in KNOWN_ERRORS:
-        line = _line_of(pattern, text)
-        if line is not None:
-            yield Match(pattern.cause, pattern.label, line, pattern.follows)
+        first = _line_of(pattern, text)
+        if first is not None:
+            yield Match(pattern.cause, pattern.label, first[1], pattern.follows)
 
 
-def _line_of(pattern: Pattern, text: str) -> str | None:
-    """The first line that says it and means it."""
-    for tries, found in enumerate(re.finditer(pattern.words, text, re.M)):
+def _line_of(pattern: Pattern, text: str, *, from_end: bool = False) -> tuple[int, str] | None:
+    """The first line, or the last, that says it and means it, and where."""
+    all_of_it = re.finditer(pattern.words, text, re.M)
+    places = reversed(list(all_of_it)) if from_end else all_of_it
+    for tries, found in enumerate(places):
         if tries == _MOST_TRIES:
             return None
         begin = _line_begin(text, found.start())
@@ -79,10 +119,12 @@ def _line_of(pattern: Pattern, text: str) -> str | None:
         said = found.start() - begin
         if _SOURCE.match(line) or _PASSING.search(line) or _ADVICE.search(line, 0, said):
             continue
+        if _GOES_ON.search(line):
+            continue
         if pattern.unless is not None and re.search(pattern.unless, line):
             continue
         shown = line[max(0, min(said, len(line) - _SHOWN)) :] if len(line) > _SHOWN else line
-        return " ".join(shown[:_SHOWN].split())
+        return found.start(), " ".join(shown[:_SHOWN].split())
     return None
 
 

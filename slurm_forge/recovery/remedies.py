@@ -28,7 +28,8 @@ _REMEDIES = {
     "bring the folder back",
     Cause.APP_ERROR: "correct the error that the evidence shows",
     Cause.CRASH: "look at the log of the rank that died",
-    Cause.ENV_MISMATCH: "put back what differs (explain says what), or allow it under environment:",
+    Cause.ENV_MISMATCH: "see the evidence: put back what differs (or allow it under environment:), "
+    "install what is missing",
     Cause.EXTERNAL_SERVICE: "see whether the service answers again",
 }
 

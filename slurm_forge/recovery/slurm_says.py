@@ -15,6 +15,7 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 __all__ = [
     "Judged",
     "failed_node",
+    "is_ending",
     "killed_for_memory",
     "launcher_words",
     "node_lost",
@@ -28,8 +29,16 @@ Judged = tuple[Cause, Confidence, tuple[Evidence, ...]]
 #: A signal that comes within this time of the recorded end, lead and Slurm's own scan included.
 _SIGNAL_EARLY = timedelta(seconds=90)
 
+#: In srun's and slurmstepd's own lines: ranks write about nodes, too.
 _NODE_FAILURE = re.compile(
-    r"node failure(?: on (?P<node>[\w.-]+)(?=\s|$))?|node_fail|node \S+ not responding", re.I
+    r"(?:srun|slurmstepd)[^:\s]*: .*?"
+    r"(?:node failure(?: on (?P<node>[\w.-]+)(?=\s|$))?|node_fail|node \S+ not responding)",
+    re.I,
+)
+_LEAVING = frozenset({JobState.COMPLETING, JobState.CANCELLED, JobState.PENDING, JobState.TIMEOUT})
+#: A node that is gone, and which Slurm has not given up yet, starts no task.
+_NOT_LAUNCHED = re.compile(
+    r"srun: error: Task launch for (?:StepId=)?\S+ failed on node (?P<node>[\w.-]+)"
 )
 #: Words of slurmstepd and srun, in their own lines: ranks print "CUDA out of memory" beside them.
 _OOM_KILL = re.compile(
@@ -45,6 +54,27 @@ _REASONS = {
 }
 
 
+def is_ending(facts: LaunchFacts) -> bool:
+    """Whether Slurm takes the nodes away, by its last record, though nobody has heard of it.
+
+    A signal may come before a rank can note it: then it is only ended by it.
+    """
+    now, first = facts.job_now, facts.job_first
+    if now is None:
+        return False
+    known = None if first is None else first.preempt_time
+    if now.preempt_time is not None and now.preempt_time != known:
+        return True
+    return now.state in _LEAVING or now.restarts > _before(facts, now.restarts)
+
+
+def _before(facts: LaunchFacts, unknown: int) -> int:
+    """How often the job had been started before this start."""
+    if facts.restart_count is not None:
+        return facts.restart_count
+    return unknown if facts.job_first is None else facts.job_first.restarts
+
+
 def of_a_stop(facts: LaunchFacts) -> Judged | None:
     """What Slurm says about a stop that was asked for.
 
@@ -52,7 +82,7 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     Slurm's sources); what tells a requeue from a cancellation is that ``Restarts`` has gone up.
     """
     records = [job for job in (facts.job, facts.job_now) if job is not None]
-    cancelled = _cancelled_in_grace(facts)
+    cancelled = _cancelled_early(facts)
     if cancelled is not None:
         return cancelled
     for job in records:
@@ -65,39 +95,41 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     return _by_records(facts, records) or _by_words(facts, records)
 
 
-def _cancelled_in_grace(facts: LaunchFacts) -> Judged | None:
-    """A ``scancel`` inside the grace time, which leaves PreemptTime as it is.
+def _cancelled_early(facts: LaunchFacts) -> Judged | None:
+    """A ``scancel`` inside the grace time, which leaves PreemptTime, or the lead as they are.
 
-    It ends the job before the time that the notice had named; only the batch step hears of it then.
+    It ends the job before the time that the notice had named, and the batch step hears of it.
     """
-    noticed, now = facts.job, facts.job_now
-    if noticed is None or now is None or noticed.preempt_time is None or noticed.end_time is None:
+    noticed, now = facts.job or facts.job_first, facts.job_now
+    if noticed is None or now is None or noticed.end_time is None:
         return None
     ending = now.state in (JobState.COMPLETING, JobState.CANCELLED)
     early = now.end_time is not None and now.end_time < noticed.end_time - timedelta(seconds=1)
-    if not (facts.batch_signals and ending and early) or now.restarts > noticed.restarts:
+    newly = now.preempt_time is not None and now.preempt_time != noticed.preempt_time
+    again = now.restarts > _before(facts, noticed.restarts)
+    over = now.end_time is not None and now.end_time <= facts.now + timedelta(seconds=1)
+    if not (facts.batch_signals and ending and early and over) or newly or again:
         return None
     text = (
-        f"JobState={now.state.value} EndTime={_clock(now.end_time)}, before the end of the grace "
-        f"time at {_clock(noticed.end_time)}"
+        f"JobState={now.state.value} EndTime={_clock(now.end_time)}, before the end that was known "
+        f"({_clock(noticed.end_time)})"
     )
     return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
 
 
 def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
-    before = facts.restart_count
-    if before is None and facts.job_first is not None:
-        before = facts.job_first.restarts
     for job in records:
-        if before is not None and job.restarts > before:
+        if job.state is JobState.CANCELLED:
+            text = f"JobState={job.state.value}, PreemptTime=None"
+            return Cause.USER_CANCELLED, Confidence.CERTAIN, (Evidence("scontrol", text),)
+    for job in records:
+        before = _before(facts, job.restarts)
+        if job.restarts > before:
             text = f"JobState={job.state.value}, Restarts from {before} to {job.restarts}"
             return _requeued(facts, Evidence("scontrol", text))
         if job.state is JobState.PENDING:
             text = f"JobState={job.state.value}, Restarts={job.restarts}"
             return Cause.ADMIN_REQUEUE, Confidence.LIKELY, (Evidence("scontrol", text),)
-        if job.state is JobState.CANCELLED:
-            text = f"JobState={job.state.value}, PreemptTime=None"
-            return Cause.USER_CANCELLED, Confidence.CERTAIN, (Evidence("scontrol", text),)
     if facts.due_time_limit and records:
         text = f"EndTime={_clock(records[0].end_time)}, lead {facts.lead.total_seconds():.0f} s"
         return Cause.TIME_LIMIT, Confidence.CERTAIN, (Evidence("clock", text),)
@@ -119,7 +151,7 @@ def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
 
     Which it was no record of the job says (tried on 22.05.8); what slurmstepd prints does.
     """
-    for source, each in _printed(facts):
+    for source, each in reversed(_printed(facts)):
         cause = _REASONS.get(each.reason)
         if cause is not None:
             return cause, Confidence.CERTAIN, (Evidence(source, each.text), record)
@@ -127,24 +159,26 @@ def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
 
 
 def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
-    """What slurmstepd has printed of the job's and the step's end, and where."""
-    return [
+    """What slurmstepd has printed of the end of this job and its steps, and where."""
+    found = [
         *(("batch step", each) for each in step_cancelled(facts.batch_text)),
         *(("srun", each) for each in step_cancelled(facts.launcher_text)),
     ]
+    ours = "" if facts.job_now is None else str(facts.job_now.job_id)
+    return [pair for pair in found if not ours or pair[1].id.partition(".")[0] == ours]
 
 
 def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
     """Where the records don't tell, or can't be had: what slurmstepd has printed."""
     printed = _printed(facts)
-    for source, each in printed:
-        cause = _REASONS.get(each.reason)
-        if cause is not None:
-            return cause, Confidence.LIKELY, (Evidence(source, each.text),)
     if facts.due_time_limit:
         end = _clock(facts.planned_end)
         text = f"the time limit of the job file ends at {end}, and Slurm does not answer"
         return Cause.TIME_LIMIT, Confidence.LIKELY, (Evidence("clock", text),)
+    for source, each in reversed(printed):
+        cause = _REASONS.get(each.reason)
+        if cause is not None:
+            return cause, Confidence.LIKELY, (Evidence(source, each.text),)
     of_job = [(source, each) for source, each in printed if not each.is_step]
     if of_job and facts.batch_signals:
         source, each = of_job[-1]
@@ -174,9 +208,10 @@ def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
 
 def failed_node(facts: LaunchFacts) -> str:
     """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
-    found = _NODE_FAILURE.search(facts.launcher_text)
-    if found is not None and found["node"]:
-        return found["node"]
+    for words in (_NODE_FAILURE, _NOT_LAUNCHED):
+        found = words.search(facts.launcher_text)
+        if found is not None and found["node"]:
+            return found["node"]
     before = None if facts.job_first is None else facts.job_first.failed_node
     for job in (facts.job_now, facts.job):
         if job is not None and job.failed_node and job.failed_node != before:
@@ -187,13 +222,17 @@ def failed_node(facts: LaunchFacts) -> str:
 def node_lost(facts: LaunchFacts) -> Judged | None:
     """A node failure, where srun, the job's record or the node's own speaks of one."""
     words = launcher_words(facts)
-    if lost_nodes(facts.launcher_text) or _NODE_FAILURE.search(facts.launcher_text):
+    text = facts.launcher_text
+    if lost_nodes(text) or _NODE_FAILURE.search(text) or _NOT_LAUNCHED.search(text):
         return Cause.NODE_FAIL, Confidence.LIKELY, words
     node = failed_node(facts)
     if not node:
         return None
     told = tuple(_told_of(facts, node))
-    return Cause.NODE_FAIL, Confidence.CERTAIN, (*told, *words)
+    by_job = any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now))
+    given_up = any(record.name == node and "DOWN" in record.state for record in facts.nodes)
+    sure = Confidence.CERTAIN if by_job or given_up else Confidence.LIKELY
+    return Cause.NODE_FAIL, sure, (*told, *words)
 
 
 def _told_of(facts: LaunchFacts, node: str) -> Iterator[Evidence]:

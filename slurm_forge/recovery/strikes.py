@@ -13,6 +13,7 @@ __all__ = ["strikes_of"]
 # Weights by how far the evidence carries.  With the threshold at 1: what an authority said of a
 # node (a driver's error text, Slurm's node failure) is enough for about three days, what points at
 # one needs a second time within some days (links recover by themselves), a crash a third one.
+# Of what one run repeats within some hours at one node only one counts: see weighing.
 _WEIGHTS: dict[Cause, dict[Confidence, float]] = {
     Cause.GPU_ERROR: {Confidence.CERTAIN: 1.9, Confidence.LIKELY: 1.5, Confidence.GUESS: 0.5},
     Cause.NODE_FAIL: {Confidence.CERTAIN: 1.9, Confidence.LIKELY: 1.5, Confidence.GUESS: 0.5},
@@ -23,6 +24,9 @@ _WEIGHTS: dict[Cause, dict[Confidence, float]] = {
 }
 #: A step that was bad once and fine when it was computed again.
 _WRONG_ARITHMETIC = 0.75
+#: In a job of one node there is none to compare it with: most such failures are the program's.
+_ALONE = 0.5
+_OF_PROGRAMS = frozenset({Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH})
 #: Slurm names each node that it lost; whatever else names several names one of them, or none.
 _EACH_BY_ITSELF = frozenset({Cause.NODE_FAIL})
 
@@ -39,6 +43,8 @@ def strikes_of(
     weight = _weight(incident)
     if not named or weight <= 0:
         return ()
+    if incident.cause in _OF_PROGRAMS and len(set(nodes)) == 1:
+        weight *= _ALONE
     if incident.cause not in _EACH_BY_ITSELF:
         if 1 < len(set(nodes)) == len(named):
             return ()

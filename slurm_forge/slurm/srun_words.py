@@ -64,14 +64,14 @@ _ENDED_BY_OTHERS = frozenset({"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"})
 
 # Compiled on first use: every command line imports this, hardly any reads what srun printed.
 _TASK = (
-    r"(?<![\w'\"`])srun: error: (?P<host>[\w.\[\],-]{1,1024}): tasks? (?P<tasks>[0-9,-]{1,4096}): "
+    r"(?<!['\"`_])srun: error: (?P<host>[\w.\[\],-]{1,1024}): tasks? (?P<tasks>[0-9,-]{1,4096}): "
     r"(?:Exited with exit code (?P<code>[0-9]{1,3})(?![0-9])"
     r"|(?P<signal>[A-Z][A-Za-z0-9/ -]{2,40}?)(?: \(core dumped\))?(?=[\r\n]|$))"
 )
 # From here on srun ends the others: how they end says nothing about them.
 _TERMINATING = (
-    r"(?<![\w'\"`])srun: (?:[\w/]{1,40}: [\w]{1,40}: )?Terminating (?:StepId=|job step )"
-    r"|(?<![\w'\"`])srun: (?:Job step aborted|Force Terminated |First task exited [0-9]+s ago)"
+    r"(?<!['\"`_])srun: (?:[\w/]{1,40}: [\w]{1,40}: )?Terminating (?:StepId=|job step )"
+    r"|(?<!['\"`_])srun: (?:Job step aborted|Force Terminated |First task exited [0-9]+s ago)"
     r"|\*\*\* (?:JOB|STEP) [\w.+]{1,40} (?:ON [^\s*]{1,255} )?CANCELLED AT "
 )
 _CANCELLED = (
@@ -82,7 +82,7 @@ _CANCELLED = (
 #: Printed where the step is ended from outside, never where a bad exit ends it.
 _ABORTED = "srun: Job step aborted: "
 _NODE_FAILURE = re.compile(
-    r"(?<![\w'\"`])srun: error: Node failure on (?P<nodes>[\w.\[\],-]{1,1024})"
+    r"(?<!['\"`_])srun: error: Node failure on (?P<nodes>[\w.\[\],-]{1,1024})"
 )
 _RANGE = re.compile(r"(?P<first>[0-9]{1,8})(?:-(?P<last>[0-9]{1,8}))?")
 

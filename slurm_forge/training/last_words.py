@@ -22,6 +22,7 @@ from slurm_forge.errors import (
     RanksLostError,
     UnsupportedError,
 )
+from slurm_forge.recovery.output_ends import MISTAKES, even_of_a_mistake
 from slurm_forge.recovery.patterns import find_cause
 from slurm_forge.training.oom import LoaderKilledError, Memory, memory_that_ran_out
 from slurm_forge.vocabulary.cause import Cause
@@ -48,18 +49,6 @@ _MEGATRON = {
     16: "a result differed when it was computed again, and another node is to tell",
     17: "a result that was computed again elsewhere did not agree",
 }
-#: Types that Python and programs raise for mistakes: their texts are anybody's.
-_MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    NotImplementedError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 #: A cause of a cause of a cause …: programs build no longer chains than this.
 _DEEPEST = 16
 _LONGEST = 1 << 16
@@ -151,11 +140,14 @@ def _cause_of_one(error: BaseException) -> Cause | None:
     if isinstance(error, ImportError):
         return _of_import(error)
     kind = type(error)
-    if kind.__module__ == "builtins" and isinstance(error, _MISTAKES):
-        return None
     found = find_cause(_said(error))
     if found is None:
         return None
+    is_mistake = kind.__module__ == "builtins" and isinstance(error, MISTAKES)
+    if is_mistake and not even_of_a_mistake(found):
+        return None
+    if isinstance(error, ConnectionResetError) and _of_a_process(error):
+        return Cause.CRASH
     return Cause.NCCL_ERROR if found.follows else found.cause
 
 
@@ -176,8 +168,15 @@ def _by_type(error: BaseException) -> Cause | None:
     return None
 
 
+def _of_a_process(error: BaseException) -> bool:
+    """Whether it came from a pipe to a process of the program's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(f"{os.sep}multiprocessing{os.sep}" in frame.filename for frame in frames)
+
+
 def _suspects_hardware(error: SystemExit) -> bool:
-    return type(error.code) is int and error.code in _MEGATRON
+    ours = type(error.code) is int and error.code in _MEGATRON
+    return ours and "megatron" in sys.modules
 
 
 def _said(error: BaseException) -> str:
@@ -206,12 +205,25 @@ def _is_their_own(file: str) -> bool:
     return _is_theirs(file) and f"{os.sep}site-packages{os.sep}" not in file
 
 
+def _lies_here(top: str) -> bool:
+    """Whether a module of that name lies in the folder that the job was submitted from."""
+    with contextlib.suppress(OSError, ValueError):
+        folders = (Path.cwd(), Path.cwd() / "src")
+        return any(
+            (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
+            for folder in folders
+        )
+    return False
+
+
 def _mistyped(error: ModuleNotFoundError) -> bool:
     """Whether a module of the user's own was meant: another one of its package is there, or one of
     nearly that name lies beside the file that imports it."""
     top, _, below = (error.name or "").partition(".")
     if not top:
         return False
+    if _lies_here(top):
+        return True
     package = sys.modules.get(top)
     if below and package is not None:
         places = [getattr(package, "__file__", None), *getattr(package, "__path__", ())]

@@ -12,19 +12,19 @@ from typing import NoReturn
 
 from slurm_forge.control import HUB_GONE
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.run_directory.last_words import LAUNCH_AGAIN
+from slurm_forge.run_directory.last_words import LAUNCH_BEGINS
 from slurm_forge.signals import SAVE_SIGNALS
 
 __all__ = ["Leaving", "show_crashes"]
 
 
-def show_crashes(launch: int = 1) -> None:
+def show_crashes(attempt: int = 0, launch: int = 0) -> None:
     """A segmentation fault or an abort leaves the stacks of all threads in the output.
 
     Touches none of the signals that are notices.  Who has it on already has said where to.
     """
-    if launch > 1:
-        sys.stderr.write(f"{LAUNCH_AGAIN}launch {launch}\n")
+    if launch:
+        sys.stderr.write(f"{LAUNCH_BEGINS}{attempt}.{launch}\n")
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # a notebook's standard error is no file
             faulthandler.enable(all_threads=True)

@@ -40,6 +40,11 @@ _DEVICE_TEXTS = (
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    # A handle needs memory, and no other reason is common.
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "HIPBLAS_STATUS_NOT_INITIALIZED",
+    "Triton Error [CUDA]: out of memory",
+    "Triton Error [HIP]: out of memory",
     "HIPBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",

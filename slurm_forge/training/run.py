@@ -371,10 +371,12 @@ class Run:
         self.restore()
         self._feeding.over()  # also where the program left the loop and kept it
         # Before anything collective: a rank that is still at it would be waited for without end.
-        self._member.send(p.Through(step=self._progress.step))
+        said = self._progress.step
+        self._member.send(p.Through(step=said))
         self._recovering.ends_well()
         step = self._progress.step
-        self._member.send(p.Through(step=step))
+        if step != said:
+            self._member.send(p.Through(step=step))
         self._boundaries.leave()
         if not self._saves.have("final"):
             raise CheckpointError(

@@ -115,7 +115,8 @@ def run_rank(
     ``survives_abort`` is for the rank that hosts the conductor itself.
     """
     begun = time.time()
-    show_crashes(Knobs.from_environ(process_environ()).launch)
+    knobs = Knobs.from_environ(process_environ())
+    show_crashes(knobs.attempt, knobs.launch)
     notices = _Notices()
     SignalWatcher(notices.seen)
     try:

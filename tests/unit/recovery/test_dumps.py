@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.dumps import find_dump, find_traceback
+from slurm_forge.recovery.dumps import find_dump, find_traceback, find_tracebacks
 
 PROGRAM = """\
 import ctypes, faulthandler, os, sys, threading, time
@@ -211,6 +211,25 @@ def test_the_last_traceback_of_a_chain() -> None:
     assert (found.error, found.frame) == ("slurm_forge.errors.ForgeError: no", "a.py:3 in g")
 
 
+def test_all_tracebacks_from_the_last_one_backwards() -> None:
+    one = 'Traceback (most recent call last):\n  File "/u/a.py", line 1, in f\n    x\nKeyError: 1\n'
+    two = one.replace("KeyError: 1", "OSError: no")
+    text = f"Exception in thread Thread-1 (f):\n{one}step 3\n{two}bye\n"
+    last, first = find_tracebacks(text)
+    assert (last.error, first.error) == ("OSError: no", "KeyError: 1")
+    assert (last.in_passing, first.in_passing) == (False, True)
+    assert text[last.at : last.end] == two.rstrip("\n")
+    assert text[first.end : last.at] == "\nstep 3\n"
+    assert last.innermost == "/u/a.py"
+
+
+def test_where_a_crash_begins() -> None:
+    text = "step 3\nfree(): invalid pointer\nFatal Python error: Aborted\n"
+    dump = find_dump(text)
+    assert dump is not None
+    assert text[dump.at :].startswith("free()")
+
+
 PIECES = st.sampled_from(
     ["Fatal Python error: ", "Aborted", "\n", "Current thread 0x1 (most recent call first):\n",
      '  File "a.py", line 3 in f\n', "Traceback (most recent call last):", "what(): ", "E: x",
@@ -224,6 +243,8 @@ def test_any_text_is_read(text: str) -> None:
     assert dump is None or (dump.signal and len(dump.error) <= 300 and len(dump.frames) <= 8)
     found = find_traceback(text)
     assert found is None or found.error
+    for each in find_tracebacks(text):
+        assert 0 <= each.at < each.end <= len(text)
 
 
 @pytest.mark.parametrize(
@@ -236,4 +257,5 @@ def test_a_megabyte_of_nonsense_is_read_in_no_time(piece: str) -> None:
     began = time.process_time()
     find_dump(text)
     find_traceback(text)
+    list(find_tracebacks(text))
     assert time.process_time() - began < 4

@@ -15,7 +15,13 @@ from slurm_forge.vocabulary.cause import Cause, Confidence
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
 
 
-def row(state: str, *, started: datetime = START, step: str | None = None) -> AccountingRecord:
+def row(
+    state: str,
+    *,
+    started: datetime = START,
+    step: str | None = None,
+    ended: datetime | None = None,
+) -> AccountingRecord:
     return AccountingRecord(
         job_ref="7",
         step=step,
@@ -24,6 +30,7 @@ def row(state: str, *, started: datetime = START, step: str | None = None) -> Ac
         state_text=state,
         exit_code=(0, 9),
         start_time=started,
+        end_time=ended,
     )
 
 
@@ -61,7 +68,7 @@ def test_accounting_says_how_it_ended(state: str, cause: Cause, confidence: Conf
 
 def test_of_many_starts_the_one_that_is_meant() -> None:
     rows = [
-        row("PREEMPTED", started=START - timedelta(hours=2)),
+        row("PREEMPTED", started=START - timedelta(hours=2), ended=START - timedelta(hours=1)),
         row("NODE_FAIL"),
         row("CANCELLED by 1", step="0"),
         row("RUNNING", started=START + timedelta(minutes=9)),
@@ -69,6 +76,11 @@ def test_of_many_starts_the_one_that_is_meant() -> None:
     assert cause_of_ending(ending(rows=rows), "3.1").cause is Cause.NODE_FAIL
     far = cause_of_ending(ending(rows=rows[:1]), "3.1")
     assert far.cause is Cause.UNKNOWN, "another start's end is not this one's"
+
+
+def test_a_prolog_may_take_its_time_before_we_begin() -> None:
+    slow = row("PREEMPTED", started=START - timedelta(minutes=9), ended=START + timedelta(hours=1))
+    assert cause_of_ending(ending(rows=[slow]), "3.1").cause is Cause.PREEMPTED
 
 
 def test_the_node_that_was_lost_is_named() -> None:
@@ -80,7 +92,7 @@ def test_the_node_that_was_lost_is_named() -> None:
     assert (without.cause, without.confidence) == (Cause.NODE_FAIL, Confidence.LIKELY)
     assert without.hosts == ("n1",)
     assert "NOT_RESPONDING" in without.evidence[0].text
-    newer = cause_of_ending(ending(record=record(failed_node="n2")), "3.1")
+    newer = cause_of_ending(ending(record=record(failed_node="n2"), restarted=True), "3.1")
     assert (newer.cause, newer.hosts) == (Cause.NODE_FAIL, ("n2",))
 
 
@@ -99,6 +111,17 @@ def test_the_same_job_that_is_started_again_was_slurms_doing() -> None:
         ({"preempt_time": START}, Cause.PREEMPTED),
         ({"restarts": 3, "state": JobState.COMPLETING}, Cause.ADMIN_REQUEUE),
         ({"failed_node": "n1", "restarts": 3}, Cause.NODE_FAIL),
+        ({"failed_node": "n1", "reason": "JobLaunchFailure"}, Cause.CRASH),
+        ({"state": JobState.COMPLETING, "exit_code": (0, 15)}, Cause.USER_CANCELLED),
+        (
+            {
+                "state": JobState.COMPLETING,
+                "start_time": START,
+                "time_limit": timedelta(hours=1),
+                "end_time": START + timedelta(hours=1),
+            },
+            Cause.CRASH,
+        ),
         ({"state": JobState.CANCELLED}, Cause.USER_CANCELLED),
         (None, Cause.CRASH),
     ],

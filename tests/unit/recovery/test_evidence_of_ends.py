@@ -12,7 +12,7 @@ from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank
 from slurm_forge.recovery.launch_facts import Heartbeat
 from slurm_forge.slurm.records import AccountingRecord, NodeRecord
-from slurm_forge.slurm.states import parse_state
+from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 from tests.unit.recovery.test_classify import NOW, RUNNING, failed, job
@@ -98,6 +98,81 @@ def test_the_grace_time_without_scontrol_is_not_taken_for_a_cancellation() -> No
     assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.GUESS)
 
 
+def test_a_signal_that_came_before_anybody_could_note_it() -> None:
+    """Ranks that are starting up die of it; the record at the end says what it was."""
+    text = STEP + killed(1, "Terminated") + TERMINATING + killed(0, "Terminated")
+    preempted = job(preempt_time=NOW, end_time=NOW + timedelta(seconds=10))
+    incident = judged(exit_status=143, launcher_text=text, job_first=RUNNING, job_now=preempted)
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
+    requeued = job(JobState.COMPLETING, restarts=1)
+    incident = judged(exit_status=143, launcher_text=text, job_first=RUNNING, job_now=requeued)
+    assert incident.cause is Cause.ADMIN_REQUEUE
+    undisturbed = judged(exit_status=143, launcher_text=text, job_first=RUNNING, job_now=RUNNING)
+    assert undisturbed.cause is Cause.CRASH
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_scancel_right_before_the_limit_or_inside_the_grace_time(due: bool) -> None:
+    """Slurm ends the job before the end that was known, and the batch step hears of it."""
+    soon = NOW + timedelta(seconds=40)
+    noticed = job(end_time=soon, preempt_time=None if due else NOW)
+    now = replace(noticed, state=JobState.COMPLETING, end_time=NOW)
+    facts = {
+        "due_time_limit": due,
+        "lead": timedelta(seconds=60),
+        "rank_signals": ("SIGTERM",),
+        "job": noticed,
+        "stopped_at": 70,
+    }
+    cancelled = judged(**facts, batch_signals=("SIGTERM",), job_now=now)
+    assert cancelled.cause is Cause.USER_CANCELLED
+    going_on = judged(**facts, job_now=noticed)
+    assert going_on.cause is (Cause.TIME_LIMIT if due else Cause.PREEMPTED)
+
+
+def test_a_job_that_was_requeued_and_then_cancelled_is_cancelled() -> None:
+    last = job(JobState.CANCELLED, restarts=1)
+    incident = judged(rank_signals=("SIGTERM",), job_first=RUNNING, job=last, job_now=last)
+    assert (incident.cause, incident.confidence) == (Cause.USER_CANCELLED, Confidence.CERTAIN)
+
+
+def test_the_end_of_another_job_in_the_same_output_is_not_this_ones() -> None:
+    incident = judged(
+        rank_signals=("SIGTERM",),
+        job_now=job(),
+        batch_text=f"slurmstepd-n1: error: *** JOB 6 ON n1 {AT} DUE TO JOB REQUEUE ***\n",
+    )
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.GUESS)
+
+
+def test_accounting_knows_that_a_task_was_killed_for_memory() -> None:
+    row = AccountingRecord(
+        job_ref="7",
+        step="0",
+        job_id=7,
+        state=parse_state("OUT_OF_MEMORY"),
+        state_text="OUT_OF_MEMORY",
+    )
+    incident = judged(lost=(LostRank(1, "n2"),), exit_status=137, rows=(row,))
+    assert (incident.cause, incident.confidence) == (Cause.HOST_OOM, Confidence.CERTAIN)
+
+
+def test_who_reports_a_segmentation_fault_has_not_lost_its_node() -> None:
+    silent = NodeRecord(name="n2", state=("ALLOCATED", "NOT_RESPONDING"))
+    text = killed(1, "Segmentation fault (core dumped)") + TERMINATING
+    lost = (LostRank(1, "n2"),)
+    incident = judged(lost=lost, exit_status=139, launcher_text=text, nodes=(silent,))
+    assert incident.cause is Cause.CRASH
+    alone = judged(lost=lost, exit_status=1, nodes=(silent,))
+    assert (alone.cause, alone.confidence) == (Cause.NODE_FAIL, Confidence.LIKELY)
+
+
+def test_ranks_that_write_about_nodes_have_lost_none() -> None:
+    text = "my balancer: node failure on shard 3, retrying\n" + killed(1)
+    incident = judged(lost=(LostRank(1, "n2"),), exit_status=137, launcher_text=text)
+    assert incident.cause is Cause.CRASH
+
+
 # -- scancel of a step, a rank that was killed -----------------------------------------------------
 
 
@@ -121,6 +196,63 @@ def test_accounting_says_who_cancelled_the_step() -> None:
     incident = judged(lost=ALL_LOST, exit_status=137, launcher_text=text, rows=(row,))
     assert (incident.cause, incident.confidence) == (Cause.USER_CANCELLED, Confidence.CERTAIN)
     assert "CANCELLED by 1000" in told(incident)
+
+
+def test_a_node_that_starts_no_task_is_lost_and_nobody_has_cancelled_anything() -> None:
+    """srun ends the step that it can't start, in the user's own name (seen on 22.05.8)."""
+    row = AccountingRecord(
+        job_ref="7",
+        step="1",
+        job_id=7,
+        state=parse_state("CANCELLED by 1000"),
+        state_text="CANCELLED by 1000",
+        cancelled_by=1000,
+    )
+    text = (
+        "srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection "
+        "failure\nsrun: error: Application launch failed: Communication connection failure\n"
+    )
+    text += ABORTED + STEP + killed(0) + TERMINATING
+    lost = (LostRank(0, "n1"),)
+    incident = judged(lost=lost, exit_status=137, launcher_text=text, rows=(row,))
+    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n2",))
+    elsewhere = text.replace("Task launch for StepId=7.1 failed on node n2", "Unable to create it")
+    incident = judged(lost=lost, exit_status=137, launcher_text=elsewhere, rows=(row,))
+    assert incident.cause is Cause.CRASH
+
+
+def test_what_the_others_say_of_a_lost_peer_is_not_why_it_went() -> None:
+    text = (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4\n"
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    lost = (LostRank(1, "n2"),)
+    peer = failed(Cause.NCCL_ERROR, 0, after_loss=True)
+    incident = judged(lost=lost, failures=(peer,), exit_status=1, launcher_text=text)
+    assert (incident.cause, incident.rank, incident.hosts) == (Cause.CRASH, 1, ("n2",))
+
+
+def test_a_rank_that_takes_its_time_to_die_is_no_cancellation() -> None:
+    """It dumps its core while srun ends the step for the peer that lost it (seen on 22.05.8)."""
+    text = STEP + "srun: error: n1: task 0: Exited with exit code 1\n"
+    lost = (LostRank(1, "n2"),)
+    peer = failed(Cause.NCCL_ERROR, 0, after_loss=True)
+    with_words = judged(lost=lost, failures=(peer,), exit_status=1, launcher_text=text)
+    assert (with_words.cause, with_words.rank, with_words.hosts) == (Cause.CRASH, 1, ("n2",))
+    assert judged(lost=ALL_LOST, exit_status=1, launcher_text=text).cause is Cause.CRASH
+
+
+def test_accounting_that_knows_of_nobody_who_cancelled_it_is_believed() -> None:
+    row = AccountingRecord(
+        job_ref="7",
+        step="0",
+        job_id=7,
+        state=parse_state("CANCELLED"),
+        state_text="CANCELLED",
+    )
+    text = ABORTED + STEP + killed(0) + killed(1)
+    incident = judged(lost=ALL_LOST, exit_status=137, launcher_text=text, rows=(row,))
+    assert incident.cause is Cause.CRASH
 
 
 @pytest.mark.parametrize(
@@ -150,8 +282,12 @@ def test_the_stack_of_the_rank_that_crashed_is_told() -> None:
 
 def test_megatrons_own_suspicion_of_the_hardware_is_believed() -> None:
     text = "srun: error: n2: task 1: Exited with exit code 16\n" + TERMINATING + killed(0)
-    incident = judged(lost=ALL_LOST, exit_status=16, launcher_text=text)
+    words = "First rerun: unexpected result is reproducible within the tolerance\n"
+    incident = judged(lost=ALL_LOST, exit_status=16, launcher_text=words + text)
     assert (incident.cause, incident.rank, incident.hosts) == (Cause.GPU_ERROR, 1, ("n2",))
+    # Any other program may exit with 16 as well.
+    incident = judged(lost=ALL_LOST, exit_status=16, launcher_text=text)
+    assert (incident.cause, incident.hosts) == (Cause.APP_ERROR, ())
 
 
 def test_what_a_lost_rank_printed_last_is_looked_through() -> None:

@@ -18,6 +18,7 @@ from slurm_forge.recovery.nodes import (
     Standing,
     Strike,
     avoided,
+    spared,
     standings,
 )
 from slurm_forge.recovery.strikes import strikes_of
@@ -147,8 +148,42 @@ def test_a_program_that_crashes_everywhere_convicts_no_node() -> None:
         for number, node in enumerate(NODES)
     ]
     assert names(*everywhere) == []
-    # The same on one node alone is enough.
-    assert names(*(replace(each, node="n06") for each in everywhere)) == ["n06"]
+    # The same on one node alone is enough, where it was more than one run.
+    assert names(*(replace(each, node="n06") for each in everywhere)) == []
+    several = [replace(each, node="n06", run=f"/runs/{i % 3}") for i, each in enumerate(everywhere)]
+    assert names(*several) == ["n06"]
+
+
+def test_a_program_that_fails_again_where_it_is_started_again_convicts_no_node() -> None:
+    for cause in ("crash", "hang", "nccl_error"):
+        again = [strike(age=600.0 * i, cause=cause, incident=f"1.{i}") for i in range(20)]
+        assert names(*again) == []
+        assert len(standing(*again).strikes) == 20, "they are listed all the same"
+    later = [strike(age=7 * HOUR * i, incident=f"1.{i}") for i in range(2)]
+    assert names(*later) == ["n06"]
+
+
+def test_the_heaviest_stands_for_what_a_run_repeats() -> None:
+    guess = strike(age=2 * HOUR, weight=0.35, incident="1.1")
+    sure = strike(age=HOUR, weight=0.75, incident="1.2")
+    assert standing(guess, sure).score == pytest.approx(standing(sure).score)
+
+
+def test_bad_nodes_protect_each_other_in_no_way() -> None:
+    """What a driver or Slurm says of a node is no matter of what other nodes do."""
+    for cause in ("gpu_error", "node_fail"):
+        both = [
+            strike(node, age=600.0 * i, cause=cause, weight=1.5, incident=f"{node}.{i}")
+            for node in ("n06", "n11")
+            for i in range(5)
+        ]
+        assert sorted(names(*both)) == ["n06", "n11"]
+    guesses = [
+        strike(node, cause="gpu_error", weight=0.5, run=f"/runs/{i}", incident="1.1")
+        for node in ("n06", "n11", "n12")
+        for i in range(3)
+    ]
+    assert names(*guesses) == []
 
 
 def test_many_runs_of_one_person_are_one_witness() -> None:
@@ -161,12 +196,12 @@ def test_many_runs_of_one_person_are_one_witness() -> None:
 
 
 def test_a_bad_node_stands_out_of_what_happens_elsewhere() -> None:
-    lemon = [strike(incident=f"1.{number}", age=number * HOUR) for number in range(3)]
+    lemon = [strike(incident="1.1", run=f"/runs/{i}", age=i * HOUR) for i in range(3)]
     assert names(*lemon, strike("n11", incident="1.9")) == ["n06"]
 
 
 def test_a_sweep_that_crashes_frees_no_node_that_hangs() -> None:
-    lemon = [strike(incident=f"1.{number}", age=number * HOUR) for number in range(2)]
+    lemon = [strike(incident="1.1", run=f"/runs/{i}", age=i * HOUR) for i in range(2)]
     sweep = [
         strike(node, cause="crash", weight=0.4, run=f"/runs/{node}", incident="1.1")
         for node in NODES
@@ -190,6 +225,85 @@ def test_one_witness_convicts_at_most_one_node_in_a_few_hours(
     assert sum(each.convicted for each in found) <= 1
 
 
+# Who says it
+
+ANN, BOB, EVE = 1001, 1002, 1003
+
+
+def of(uid: int, *said: Strike) -> tuple[Strike, ...]:
+    return tuple(replace(each, uid=uid) for each in said)
+
+
+def as_ann(
+    *strikes: Strike, releases: tuple[Release, ...] = (), nodes: list[str] = NODES
+) -> list[str]:
+    found = Ledger(strikes, releases, me=ANN)
+    return [each.node for each in avoided(found, NOW, RULES, partition=nodes, needed=1)]
+
+
+def test_nobody_dilutes_what_another_says_by_taking_their_name() -> None:
+    lemon = of(ANN, *(strike(run=f"/runs/{i}", by="ann") for i in range(2)))
+    flood = of(EVE, *(strike(node, run=f"/r/{node}", by="ann") for node in NODES * 5))
+    assert as_ann(*lemon, *flood) == ["n06"]
+
+
+def test_one_user_is_one_witness_whatever_they_call_themselves() -> None:
+    said = of(EVE, *(strike(node, run="/r", by=f"u{node}{i}") for node in NODES for i in range(9)))
+    assert as_ann(*said) == []
+
+
+def test_a_release_of_somebody_else_clears_what_they_said() -> None:
+    lost = strike(cause="node_fail", weight=1.9)
+    theirs = Release(node="n06", time=NOW, uid=BOB)
+    assert as_ann(*of(ANN, lost), releases=(theirs,)) == ["n06"]
+    assert as_ann(*of(EVE, lost), releases=(theirs,)) == ["n06"]
+    assert as_ann(*of(BOB, lost), releases=(theirs,)) == []
+    for uid in (ANN, 0):
+        mine = replace(theirs, uid=uid)
+        assert as_ann(*of(ANN, lost), *of(BOB, lost), *of(EVE, by_hand()), releases=(mine,)) == []
+
+
+def test_a_release_can_not_clear_what_has_not_happened() -> None:
+    ahead = Release(node="n06", time=NOW + 500, uid=ANN)
+    fresh = replace(strike(cause="node_fail", weight=1.9), time=NOW + 1)
+    assert as_ann(*of(ANN, fresh), releases=(ahead,)) == ["n06"]
+
+
+def test_hands_of_others_take_half_of_the_share_and_nothing_of_ones_own() -> None:
+    many = [f"n{number:02d}" for number in range(60)]  # six may be left out
+    flood = of(EVE, *(by_hand(node) for node in many[:50]))
+    assert len(as_ann(*flood, nodes=many)) == 3
+    saw = of(ANN, *(strike(node, cause="node_fail", weight=1.9) for node in ("n57", "n58")))
+    assert as_ann(*flood, *saw, nodes=many) == ["n57", "n58", "n00", "n01", "n02"]
+    forged = of(EVE, *(strike(node, cause="node_fail", weight=2.0) for node in many[:50]))
+    assert as_ann(*forged, *saw, nodes=many)[:2] == ["n57", "n58"]
+    assert as_ann(*flood, nodes=many[:5]) == ["n00"]
+
+
+# What a plan leaves out
+
+
+def test_a_plan_leaves_out_only_what_the_job_can_do_without() -> None:
+    four = ["n1", "n2", "n3", "n4"]
+    assert spared(("n3", "n1"), four, 2) == ("n1", "n3")
+    assert spared(("n3", "n1"), four, 3) == ("n1",)
+    assert spared(("n3", "n1"), four, 3, newest=("n3",)) == ("n3",)
+    assert spared(("n3", "n1"), four, 4) == ()
+    assert spared(("n3", "n1"), four, 9) == ()
+    # Where it is not known which there are the plan holds; one that is gone takes no place.
+    assert spared(("n3", "n1"), None, 9) == ("n1", "n3")
+    assert spared(("gone", "n1"), four, 3, newest=("gone",)) == ("n1",)
+    assert spared(("n3", "n1"), four, 2, excluded=("n4",)) == ("n1",)
+    assert spared(("n3", "n4"), four, 2, excluded=("n4",)) == ("n3",)
+
+
+@given(st.lists(st.sampled_from(NODES)), st.integers(1, 25), st.lists(st.sampled_from(NODES)))
+def test_enough_are_always_left(plan: list[str], needed: int, other: list[str]) -> None:
+    out = spared(plan, NODES, needed, newest=plan[:1], excluded=other)
+    assert not out or len(set(NODES) - set(out) - set(other)) >= needed
+    assert set(out) <= set(plan)
+
+
 # What holds for any ledger
 
 
@@ -201,7 +315,8 @@ def test_the_cap_is_never_exceeded(
 ) -> None:
     partition = [f"n{number:02d}" for number in range(size)]
     found = names(*said, nodes=partition, needed=needed, excluded=tuple(own))
-    assert len(found) <= max(1, size // 10)
+    mine = {each.node for each in said if each.cause == BY_HAND}
+    assert len(set(found) - mine) <= max(1, size // 10)
     left = set(partition) - set(found) - set(own)
     assert not found or len(left) >= needed
     assert set(found) <= set(partition) - set(own)
@@ -214,7 +329,11 @@ def test_the_cap_bites_and_the_worst_go_first() -> None:
         for number, node in enumerate(NODES)
     ]
     assert names(*worst) == ["n19", "n18"]
-    assert names(*worst, by_hand("n03")) == ["n03", "n19"]
+    # What a person struck themselves takes nothing of the share, only of what the job can spare.
+    assert names(*worst, by_hand("n03")) == ["n03", "n19", "n18"]
+    five = [by_hand(node) for node in NODES[:5]]
+    assert names(*five) == NODES[:5]
+    assert names(*five, needed=17) == NODES[:3]
     assert names(*worst, nodes=None) == ["n19", "n18", "n17", "n16"]
     assert names(*worst, needed=19) == ["n19"]
     assert names(*worst, needed=20) == []
@@ -257,7 +376,7 @@ def test_an_incident_counts_once_however_often_it_is_told(gap: float, times: int
     once = strike(incident="1.1", age=DAY)
     told = [replace(once, time=once.time + gap * number / times) for number in range(times)]
     assert standing(*told).score == pytest.approx(standing(once).score)
-    other = [replace(each, incident_id=str(number)) for number, each in enumerate(told)]
+    other = [replace(each, run=f"/runs/{number}") for number, each in enumerate(told)]
     assert standing(*other).score > standing(once).score
 
 
@@ -311,7 +430,7 @@ def test_how_many_incidents_convict_a_node() -> None:
                 for number in range(count)
                 for each in strikes_of(
                     replace(incident(cause, "n06", confidence=confidence), id=f"1.{number}"),
-                    run="/runs/a", nodes=NODES, time=NOW - number * HOUR, by="ann",
+                    run=f"/runs/{number}", nodes=NODES, time=NOW - number * HOUR, by="ann",
                 )
             ]  # fmt: skip
             if names(*said):
@@ -339,7 +458,14 @@ def test_several_names_share_what_is_said() -> None:
 
 def test_all_nodes_of_the_job_are_none() -> None:
     assert weights(incident(Cause.HANG, "n06", "n07"), ["n06", "n07"]) == {}
-    assert weights(incident(Cause.HANG, "n06"), ["n06"]) == {"n06": 0.75}
+
+
+def test_a_job_of_one_node_says_half_of_what_programs_do_themselves() -> None:
+    assert weights(incident(Cause.HANG, "n06"), ["n06"]) == {"n06": 0.375}
+    assert weights(incident(Cause.CRASH, "n06"), ["n06"]) == {"n06": 0.2}
+    assert weights(incident(Cause.GPU_ERROR, "n06"), ["n06"]) == {"n06": 1.5}
+    wrong = incident(Cause.NON_FINITE, "n06", repeats=False)
+    assert weights(wrong, ["n06"]) == {"n06": 0.75}
 
 
 def test_only_nodes_of_the_job_are_struck() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.patterns import KNOWN_ERRORS, find_cause, find_causes
+from slurm_forge.recovery.patterns import KNOWN_ERRORS, find_cause, find_causes, find_last
 from slurm_forge.vocabulary.cause import Cause
 
 C = Cause
@@ -71,19 +71,24 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
         [
             "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
             "Error 802: system not yet initialized (function cudaGetDeviceCount)",
+            "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up "
+            "environment",
+        ],
+        [
+            "the loader is busy or unavailable",
+            "CUDA error: invalid argument",
             "UserWarning: CUDA initialization: CUDA unknown error - this may be due to an "
             "incorrectly set up environment",
         ],
-        ["the loader is busy or unavailable", "CUDA error: invalid argument"],
     ),
     (
         C.NODE_FAIL,
         "memory error of the node",
         [
             "slurmstepd: error: *** STEP 1.0 ON n1 UNCORRECTABLE MEMORY ERROR AT 2026-11-22T02 ***",
-            "mce: [Hardware Error]: Machine check events logged",
+            "mce: [Hardware Error]: Machine check: Processor context corrupt",
         ],
-        ["Hardware Error counters: none"],
+        ["Hardware Error counters: none", "mce: [Hardware Error]: Machine check events logged"],
     ),
     (
         C.CUDA_OOM,
@@ -94,8 +99,11 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
             "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
             "Cuda failure 2 'out of memory'",
             "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes",
+            "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`",
+            "RuntimeError: Triton Error [CUDA]: out of memory",
+            "ValueError: No available memory for the cache blocks.",
         ],
-        ["CUDA is out of the question, memory too", "CUBLAS_STATUS_NOT_INITIALIZED"],
+        ["CUDA is out of the question, memory too", "CUBLAS_STATUS_EXECUTION_FAILED"],
     ),
     (
         C.HOST_OOM,
@@ -134,6 +142,25 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
             "torch.OutOfMemoryError: x",
             "ImportError: libgomp.so.1: cannot allocate memory in static TLS block",
         ],
+    ),
+    (
+        C.HOST_OOM,
+        "threads of the node",
+        [
+            "RuntimeError: can't start new thread",
+            "OpenBLAS blas_thread_init: pthread_create failed for thread 30 of 64: Resource "
+            "temporarily unavailable",
+        ],
+        ["thread 3 can't start: no work"],
+    ),
+    (
+        C.CRASH,
+        "loader worker gone",
+        [
+            "RuntimeError: DataLoader worker (pid 77) is killed by signal: Killed.",
+            "RuntimeError: DataLoader worker (pid(s) 77, 78) exited unexpectedly",
+        ],
+        ["DataLoader worker (pid 77) is killed by signal: Bus error.", "worker 7 exited"],
     ),
     (
         C.STORAGE,
@@ -266,7 +293,7 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
         ["No module is named so"],
     ),
     (
-        C.CHECKPOINT_BAD,
+        C.APP_ERROR,
         "weights that don't fit",
         [
             "RuntimeError: Error(s) in loading state_dict for GPT:",
@@ -275,6 +302,16 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
             "checkpoint, the shape in current model is torch.Size([4]).",
         ],
         ["size mismatch for batch 3"],
+    ),
+    (
+        C.NON_FINITE,
+        "numbers that are not finite",
+        [
+            "Found NaN in local grad norm in backward pass before data-parallel communication",
+            "Exception: Current loss scale already at minimum - cannot decrease scale anymore.",
+            "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
+        ],
+        ["{'loss': 0.0, 'grad_norm': nan}", "no NaN found in local grad norm"],
     ),
     (
         C.CHECKPOINT_BAD,
@@ -353,10 +390,15 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
         "tracking server",
         [
             "wandb.errors.errors.CommError: Error communicating with wandb process",
-            "wandb: Network error (ConnectTimeout), entering retry loop.",
+            "wandb: ERROR Network error (HTTPError)",
             "mlflow.exceptions.MlflowException: API request to http://h/api failed",
         ],
-        ["wandb: Synced 5 files", "mlflow: run finished"],
+        [
+            "wandb: Synced 5 files",
+            "mlflow: run finished",
+            "wandb: Network error (ConnectTimeout), entering retry loop.",
+            "wandb: Network error resolved after 0:01:02, resuming normal operation.",
+        ],
     ),
     (
         C.HANG,
@@ -487,6 +529,42 @@ def test_guesses_of_others_are_no_observations() -> None:
     assert found.cause is C.NCCL_ERROR
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "No space left on device, falling back to /tmp",
+        "WARNING No space left on device",
+        "No space left on device (ignored)",
+        "No space left on device, using /tmp instead",
+        "retry 1/3 after No space left on device",
+    ],
+)
+def test_who_goes_on_has_not_ended_of_it(line: str) -> None:
+    assert find_cause(line) is None
+    found = find_cause(f"{line}\nretry 3/3 failed: No space left on device\n")
+    assert found is not None
+    assert found.text.startswith("retry 3/3")
+
+
+def test_what_torch_advises_beside_an_error_leaves_it_one() -> None:
+    text = "NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO for details)"
+    found = find_cause(text)
+    assert found is not None
+    assert found.cause is C.NCCL_ERROR
+
+
+def test_the_last_of_the_known_texts_first() -> None:
+    text = (
+        "MemoryError\nOSError: [Errno 122] Disk quota exceeded\nMemoryError\nbye\n\n"
+        "srun: error: n1: task 0: Exited with exit code 1\nslurmstepd-n1: error: x\n"
+    )
+    found = [(each.cause, each.behind) for each in find_last(text)]
+    assert found == [(C.HOST_OOM, 1), (C.STORAGE, 2)]
+    peers = f"{text}gloo: Connection closed by peer\n"
+    assert next(find_last(peers)).follows
+    assert not next(find_last(peers, followers=False)).follows
+
+
 def test_who_only_follows() -> None:
     followers = {row.label for row in KNOWN_ERRORS if row.follows}
     assert followers == {"collective timed out", "peer gone"}
@@ -516,9 +594,11 @@ PIECES = st.sampled_from(
 
 @given(st.one_of(st.text(max_size=400), st.lists(PIECES, max_size=50).map("".join)))
 def test_any_text_is_read(text: str) -> None:
-    for match in find_causes(text):
+    for match in (*find_causes(text), *find_last(text)):
         assert match.text
         assert "\n" not in match.text
+    # The same kinds, in another order.
+    assert {each.label for each in find_last(text)} == {each.label for each in find_causes(text)}
 
 
 @pytest.mark.parametrize(
@@ -530,4 +610,5 @@ def test_a_megabyte_of_nonsense_is_read_in_no_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     began = time.process_time()
     find_causes(text)
-    assert time.process_time() - began < 4
+    list(find_last(text))
+    assert time.process_time() - began < 8

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -68,7 +69,20 @@ def raised(act: Callable[[], object]) -> BaseException:
         (OSError(LOADER), C.STORAGE),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), C.GPU_ERROR),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), C.APP_ERROR),
-        (RuntimeError("Error(s) in loading state_dict for GPT:\n\tMissing key"), C.CHECKPOINT_BAD),
+        # Ours say by their type what can't be read.
+        (RuntimeError("Error(s) in loading state_dict for GPT:\n\tMissing key"), C.APP_ERROR),
+        (RuntimeError("Error(s) in loading state_dict: size mismatch for head.w"), C.APP_ERROR),
+        (RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. "), C.CRASH),
+        (RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly"), C.CRASH),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling"), C.CUDA_OOM),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), C.CUDA_OOM),
+        (ValueError("No available memory for the cache blocks. Try increasing"), C.CUDA_OOM),
+        (RuntimeError("can't start new thread"), C.HOST_OOM),
+        (RuntimeError("Function 'MulBackward0' returned nan values in its 0th"), C.NON_FINITE),
+        (AssertionError("found NaN in local grad norm in backward pass"), C.NON_FINITE),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), C.EXTERNAL_SERVICE),
+        (BlockingIOError(errno.EAGAIN, "Unable to open (unable to lock file)"), C.STORAGE),
+        (RuntimeError("torch.cat(): the run that hit 502 Bad Gateway"), C.APP_ERROR),
         (RuntimeError("No CUDA GPUs are available"), C.ENV_MISMATCH),
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), C.EXTERNAL_SERVICE),
         (
@@ -185,8 +199,14 @@ def test_the_outermost_that_tells_something_counts() -> None:
     ("code", "cause"),
     [(16, C.GPU_ERROR), (17, C.GPU_ERROR), (1, C.APP_ERROR), (0, C.APP_ERROR), ([16], C.APP_ERROR)],
 )
-def test_exit_codes_of_megatron(code: int | list[int], cause: Cause) -> None:
+def test_exit_codes_of_megatron(
+    code: int | list[int], cause: Cause, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = SystemExit(code)
+    # Of any other program they are its own.
+    assert cause_of(error) is C.APP_ERROR
+    assert "Megatron" not in in_one_line(error)
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     assert cause_of(error) is cause
     assert ("Megatron suspects the hardware" in in_one_line(error)) == (cause is C.GPU_ERROR)
 
@@ -213,6 +233,32 @@ def test_what_can_t_be_imported(modules: Path, source: str, cause: Cause) -> Non
     (modules / "the_program.py").write_text(f"{source}\ndef train(run): ...\n")
     assert cause_of(raised(lambda: importlib.import_module("the_program"))) is cause
     assert cause_of(raised(lambda: load_entry("the_program.py:train", modules))) is cause
+
+
+def test_a_module_of_the_users_that_is_not_on_the_path(
+    modules: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in the folder that the job was submitted from."""
+    folder = tmp_path_factory.mktemp("submitted")
+    (folder / "mytools.py").touch()
+    (folder / "src" / "mypack").mkdir(parents=True)
+    (folder / "src" / "mypack" / "__init__.py").touch()
+    (modules / "program_a.py").write_text("import mytools\n")
+    (modules / "program_b.py").write_text("import mypack.layers\n")
+    monkeypatch.chdir(modules)
+    for name in ("program_a", "program_b"):
+        monkeypatch.chdir(modules)
+        assert cause_of(raised(lambda: importlib.import_module(name))) is C.ENV_MISMATCH  # noqa: B023
+        monkeypatch.chdir(folder)
+        assert cause_of(raised(lambda: importlib.import_module(name))) is C.APP_ERROR  # noqa: B023
+
+
+def test_a_pipe_to_a_process_of_ones_own_is_no_service() -> None:
+    reset = "raise ConnectionResetError(104, 'Connection reset by peer')"
+    of_a_pipe = compile(reset, "/usr/lib/python3.11/multiprocessing/connection.py", "exec")
+    of_a_reader = compile(reset, "/v/site-packages/webdataset/gopen.py", "exec")
+    assert cause_of(raised(lambda: exec(of_a_pipe))) is C.CRASH
+    assert cause_of(raised(lambda: exec(of_a_reader))) is C.EXTERNAL_SERVICE
 
 
 def test_a_slip_in_the_name_of_the_entry_is_the_job_file_s(modules: Path) -> None:
