@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Mapping
 
     from slurm_forge.node_ledger import NodeLedger
 
@@ -49,8 +49,9 @@ def list_(
 ) -> None:
     """A line for every node that runs had trouble with.
 
-    The worst come first.  A strike loses half of its weight in three days.  A node is left out
-    while what is left of its strikes is 1 or more, or because a person struck it.
+    The worst come first.  A strike loses half of its weight in three days.  A node is to be left
+    out while what is left of its strikes is 1 or more, or because a person struck it, as long as
+    it is not too many.
 
     Example:  slurm-forge nodes list --all
     """
@@ -58,8 +59,8 @@ def list_(
     from slurm_forge.cli.nodes_text import nodes_text
     from slurm_forge.report.encoding import to_json
 
-    ledger, _ = _open(cluster, site)
-    listed = list_nodes(ledger, every=every)
+    ledger, partitions = _open(cluster, site)
+    listed = list_nodes(ledger, every=every, partitions=partitions)
     if json:
         typer.echo(to_json(listed))
         return
@@ -109,6 +110,8 @@ def strike(
 ) -> None:
     """Leave nodes out from now on, whatever runs have seen of them.
 
+    A job that could not start without one of them gets it all the same.
+
     Example:  slurm-forge nodes strike n06 --why "slow link, ticket 4711" --for 2d
     """
     from slurm_forge.errors import ConfigError
@@ -123,8 +126,8 @@ def strike(
     if length == 0:
         raise ConfigError("--for: no time at all", next_step="For example: --for 2d.")
     names = _names(nodes)
-    ledger, there = _open(cluster, site)
-    _refuse_unknown(names, there)
+    ledger, partitions = _open(cluster, site)
+    _refuse_unknown(names, partitions)
     now = time.time()
     until = None if length is None else now + length
     ledger.add(
@@ -138,8 +141,8 @@ def strike(
     _noted(ledger, "strike", names, until, why, as_json=json)
 
 
-def _open(cluster: str | None, site: str | None) -> tuple[NodeLedger, Collection[str] | None]:
-    """The ledger, and the names of the cluster's nodes where Slurm was asked and has said them."""
+def _open(cluster: str | None, site: str | None) -> tuple[NodeLedger, Mapping[str, frozenset[str]]]:
+    """The ledger, and the nodes of the cluster's partitions where Slurm was asked and said them."""
     from slurm_forge.cli.places import node_ledger, site_places
     from slurm_forge.errors import ConfigError, SlurmCommandError
     from slurm_forge.launch.leaving import nodes_of
@@ -147,18 +150,19 @@ def _open(cluster: str | None, site: str | None) -> tuple[NodeLedger, Collection
 
     places = site_places()
     if cluster is not None:
-        return node_ledger(places.load(site, cluster_name=cluster).site, cluster), None
+        return node_ledger(places.load(site, cluster_name=cluster).site, cluster), {}
     slurm = SubprocessSlurm.of_this_process()
     try:
         name = slurm.show_config().cluster_name
-        partitions = slurm.show_partitions()
+        records = slurm.show_partitions()
     except SlurmCommandError as error:
         raise ConfigError(
             f"which cluster's nodes? Slurm does not say: {error.message}",
             next_step="Name it: --cluster NAME (ClusterName of `scontrol show config`).",
         ) from None
-    there = nodes_of(partitions, ",".join(each.name for each in partitions))
-    return node_ledger(places.load(site, cluster_name=name).site, name), there
+    named = {record.name: nodes_of(records, record.name) for record in records}
+    partitions = {name: nodes for name, nodes in named.items() if nodes}
+    return node_ledger(places.load(site, cluster_name=name).site, name), partitions
 
 
 def _names(nodes: list[str]) -> tuple[str, ...]:
@@ -167,9 +171,10 @@ def _names(nodes: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for each in nodes for name in expand_nodes(each)))
 
 
-def _refuse_unknown(names: tuple[str, ...], there: Collection[str] | None) -> None:
-    if there is None:
+def _refuse_unknown(names: tuple[str, ...], partitions: Mapping[str, frozenset[str]]) -> None:
+    if not partitions:
         return
+    there = frozenset[str]().union(*partitions.values())
     unknown = [name for name in names if name not in there]
     if unknown:
         from slurm_forge.documents import nearest
@@ -209,4 +214,7 @@ def _noted(
     else:
         end = "released" if until is None else t.moment(until, time.time())
         again = f"slurm-forge nodes release {t.nodes(names)}"
-        typer.echo(f"{t.nodes(names)}: left out until {end}.   trust again: {again}")
+        typer.echo(
+            f"{t.nodes(names)}: left out until {end} by your jobs, as long as enough others are "
+            f"left for them.   trust again: {again}"
+        )

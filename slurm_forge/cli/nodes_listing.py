@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slurm_forge.node_ledger import NodeLedger
-from slurm_forge.recovery.nodes import Standing, standings
+from slurm_forge.recovery.nodes import Standing, avoided, most_left_out, standings
 
 __all__ = ["NodeLine", "NodesListed", "Noted", "StrikeLine", "list_nodes"]
 
+_SHOWN = 5
 #: Below it a node is only listed when all are asked for.
 _LITTLE = 0.1
 
@@ -29,13 +31,16 @@ class StrikeLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLine:
-    """One node: left out while its score is at the threshold, or because a person struck it.
+    """One node: convicted while its score is at the threshold, or because a person struck it.
 
-    ``until`` is when that ends; null where it does not by itself, or where it is not left out.
+    ``left_out``: a job of one node in a partition that has it would leave it out now, so that it is
+    not one too many; null where the partitions are not known.  ``until`` is when the conviction
+    ends; null where it does not by itself, or where there is none.
     """
 
     node: str
-    left_out: bool
+    convicted: bool
+    left_out: bool | None
     by_hand: bool
     score: float
     until: float | None
@@ -70,29 +75,45 @@ class Noted:
     why: str
 
 
-def list_nodes(ledger: NodeLedger, *, every: bool) -> NodesListed:
-    """Read the ledger; ``every`` also lists nodes that hardly anything is left against."""
-    reading, rules = ledger.read(), ledger.rules
-    found = standings(reading.ledger, ledger.clock(), rules)
+def list_nodes(
+    ledger: NodeLedger, *, every: bool, partitions: Mapping[str, frozenset[str]]
+) -> NodesListed:
+    """Read the ledger; ``every`` also lists nodes that hardly anything is left against.
+
+    ``partitions`` are the cluster's with their nodes; empty where they are not known.
+    """
+    reading, rules, now = ledger.read(), ledger.rules, ledger.clock()
+    found = standings(reading.ledger, now, rules)
     shown = [each for each in found if every or each.convicted or each.score >= _LITTLE]
+    out = {
+        each.node
+        for nodes in set(partitions.values())
+        for each in avoided(reading.ledger, now, rules, partition=nodes, needed=1)
+    }
+    sizes = {name: len(nodes) for name, nodes in partitions.items()}
+    named = [f"{most_left_out(n, rules)} of {n} in {name}" for name, n in sizes.items()]
+    more = ", …" if len(named) > _SHOWN else ""
     return NodesListed(
         cluster=ledger.cluster,
         folder=None if ledger.folder is None else str(ledger.folder),
         threshold=rules.threshold,
-        cap=f"a job leaves out at most {100 * rules.most_share:.0f} % of its partition, the worst "
-        "first, and never more than it can do without",
+        cap=f"a job leaves out at most {100 * rules.most_share:.0f} % of its partition for what "
+        "runs or others say, one node at least"
+        + (f" ({', '.join(named[:_SHOWN])}{more})" if named else "")
+        + ", the worst first, and never more than it can do without",
         known=len(found),
-        nodes=tuple(map(_line, shown)),
+        nodes=tuple(_line(each, each.node in out if partitions else None) for each in shown),
         skipped=reading.skipped,
-        problems=reading.problems,
+        problems=(*reading.problems, *reading.of_others),
     )
 
 
-def _line(standing: Standing) -> NodeLine:
+def _line(standing: Standing, left_out: bool | None) -> NodeLine:
     strikes = standing.strikes
     return NodeLine(
         node=standing.node,
-        left_out=standing.convicted,
+        convicted=standing.convicted,
+        left_out=left_out,
         by_hand=standing.by_hand,
         score=standing.score,
         until=standing.until,

@@ -38,13 +38,15 @@ def nodes_text(
     """A line per node; with ``every`` also a line per strike."""
     if listed.folder is None:
         return "no node ledger is kept: SLURM_FORGE_NODES=off\n"
-    out = sum(node.left_out for node in listed.nodes)
-    head = f"{listed.cluster}   {t.plural(out, 'node')} left out   {t.clean(listed.folder, 300)}"
+    out = sum(map(_is_out, listed.nodes))
+    over = sum(node.convicted for node in listed.nodes) - out
+    count = f"{t.plural(out, 'node')} left out" + (f", {over} in use all the same" if over else "")
+    head = f"{listed.cluster}   {count}   {t.clean(listed.folder, 300)}"
     lines = [head, *_table(listed.nodes, now, every, zone)]
     hidden = listed.known - len(listed.nodes)
     if hidden:
         lines.append(f"  and {t.plural(hidden, 'node')} with little against it: --all")
-    if out:
+    if out or over:
         lines.append(f"  {listed.cap}")
         lines.append("  trust one again: slurm-forge nodes release NODE")
     if listed.skipped:
@@ -80,11 +82,20 @@ def _cells(node: NodeLine, now: float, zone: tzinfo | None) -> tuple[str, ...]:
     reason = next((strike.why for strike in node.strikes if strike.why), "")
     return (
         node.node,
-        _until(node, now, zone) if node.left_out else "in use",
+        _until(node, now, zone) if _is_out(node) else _in_use(node),
         f"score {node.score:.2f}",
         f"{causes}, last {t.ago(node.last, now)}",
         t.clean(f'"{reason}"' if reason else runs, 80),
     )
+
+
+def _is_out(node: NodeLine) -> bool:
+    """Whether jobs leave it out, as far as is known."""
+    return node.convicted if node.left_out is None else node.left_out
+
+
+def _in_use(node: NodeLine) -> str:
+    return "in use: too many" if node.convicted else "in use"
 
 
 def _until(node: NodeLine | Avoided, now: float, zone: tzinfo | None) -> str:

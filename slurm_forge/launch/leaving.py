@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from slurm_forge.errors import ConfigError, SlurmCommandError
 from slurm_forge.knobs import Knobs
+from slurm_forge.launch.heard import Heard
 from slurm_forge.node_ledger import NodeLedger, ledger_place
 from slurm_forge.recovery.nodes import Avoided, Ledger, NodeRules, avoided
 from slurm_forge.site.model import Site
@@ -106,16 +108,21 @@ def leaving_at_submission(
     knobs: Knobs,
     cluster: str | None,
     partitions: Iterable[PartitionRecord],
+    patience: timedelta = timedelta(seconds=3),
 ) -> Leaving:
-    """What a job is to leave out that is submitted now; nothing where the ledger can't be had."""
+    """What a job is to leave out that is submitted now; nothing where the ledger can't be had.
+
+    Takes little longer than three seconds, whatever the file system does.
+    """
     try:
         ledger = open_ledger(knobs, cluster=cluster, of_site=site.node_ledger)
     except ConfigError as error:
         return Leaving(problems=(f"the node ledger: {error.message}.",))
-    reading = ledger.read()
+    problems: list[str] = []
     partition = nodes_of(partitions, job.resources.partition)
-    left = leaving(reading.ledger, job, partition, time.time())
-    return replace(left, problems=tuple(f"the node ledger: {each}" for each in reading.problems))
+    heard = Heard(ledger, tell=problems.append, patience=patience)
+    left = heard.weigh(lambda found: leaving(found, job, partition, time.time()))
+    return replace(left, problems=tuple(problems))
 
 
 def leaving_now(slurm: Slurm, job: JobSpec, site: Site, knobs: Knobs) -> Leaving:

@@ -7,7 +7,8 @@ systems.  Everybody reads all of them.
 
 from __future__ import annotations
 
-from slurm_forge.node_ledger.files import NodeLedger, Reading
+from slurm_forge.node_ledger.files import NodeLedger, Reading, merged
 from slurm_forge.node_ledger.places import LedgerPlace, ledger_place
+from slurm_forge.node_ledger.reading import Part
 
-__all__ = ["LedgerPlace", "NodeLedger", "Reading", "ledger_place"]
+__all__ = ["LedgerPlace", "NodeLedger", "Part", "Reading", "ledger_place", "merged"]

@@ -10,31 +10,31 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from slurm_forge.errors import ForgeError, UnsafeFileError
-from slurm_forge.files import read_trusted
 from slurm_forge.lock import exclusive
-from slurm_forge.node_ledger.lines import Entry, line_of, parse_lines
-from slurm_forge.node_ledger.names import ENDING, is_ours, is_uid, refuse_folder, word
-from slurm_forge.node_ledger.writing import MOST_FILE, append, compact, own_folder, sweep
-from slurm_forge.recovery.nodes import Ledger, NodeRules, Release, Strike
+from slurm_forge.node_ledger.lines import Entry, line_of
+from slurm_forge.node_ledger.names import ENDING, word
+from slurm_forge.node_ledger.reading import Part, read_user, users_beside
+from slurm_forge.node_ledger.writing import append, compact, own_folder, sweep
+from slurm_forge.recovery.nodes import Ledger, NodeRules
 
-__all__ = ["NodeLedger", "Reading"]
+__all__ = ["NodeLedger", "Reading", "merged"]
 
 _COMPACT_FROM = 1 << 18
-#: Bounds on what others can make us read: users, files, and bytes in all.
-_MOST_USERS = 1000
-_MOST_FILES = 4000
-_MOST_BYTES = 1 << 26
 _MOST_PROBLEMS = 20
 _LOCK_PATIENCE = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What was read; ``problems`` are sentences about what was not, ``skipped`` damaged lines."""
+    """What was read; ``problems`` are sentences about what was not, ``skipped`` damaged lines.
+
+    ``of_others`` are problems with what other users have put there: nothing that one's own runs
+    could do anything about.
+    """
 
     ledger: Ledger
     problems: tuple[str, ...] = ()
+    of_others: tuple[str, ...] = ()
     skipped: int = 0
 
 
@@ -54,31 +54,24 @@ class NodeLedger:
     rules: NodeRules = field(default_factory=NodeRules)
 
     def read(self) -> Reading:
-        """Everything that is there and can be believed; what can't be is told in ``problems``."""
-        now = self.clock()
-        entries: list[Entry] = []
-        problems: list[str] = []
-        skipped, left = 0, _MOST_BYTES
-        for path, owner in () if self.folder is None else self._files(self.folder, problems):
-            try:
-                data = read_trusted(path, min(MOST_FILE, left), owner=owner)
-            except FileNotFoundError:
-                continue
-            except (OSError, ForgeError) as error:
-                problems.append(_said(error))
-                continue
-            left -= len(data)
-            found, bad = parse_lines(data, now)
-            entries += found
-            skipped += bad
-        return Reading(
-            ledger=Ledger(
-                strikes=tuple(each for each in entries if isinstance(each, Strike)),
-                releases=tuple(each for each in entries if isinstance(each, Release)),
-            ),
-            problems=tuple(problems[:_MOST_PROBLEMS]),
-            skipped=skipped,
-        )
+        """Everything that is there and can be believed; what can't be is told."""
+        return merged(self.parts())
+
+    def parts(self) -> Iterator[Part]:
+        """As ``read``, one user after the other as they are read, our own first.
+
+        Nobody else's files can delay our own, and no user takes of another's bounds.
+        """
+        if self.folder is None:
+            return
+        own, now = os.geteuid(), self.clock()
+        mine = read_user(self.folder, self.cluster, own, now)
+        yield mine
+        others, problem = users_beside(self.folder, own)
+        if problem is not None and not (problem.uid is None and mine.problems):
+            yield problem
+        for uid in others:
+            yield read_user(self.folder, self.cluster, uid, now, beside=len(others))
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Write them down, on disk on return; nothing where no ledger is kept.
@@ -98,47 +91,21 @@ class NodeLedger:
         if size == len(data):  # a new file: the time to look whether others are old
             sweep(folder, self.clock, self.rules)
 
-    def _files(self, folder: Path, problems: list[str]) -> Iterator[tuple[Path, int]]:
-        """Files that may be read, with the uid that each has to belong to."""
-        count = 0
-        for top, uid in _users(folder, problems):
-            here = top / word(self.cluster)
-            try:
-                refuse_folder(top, uid)
-                refuse_folder(here, uid)
-                paths = sorted(path for path in here.iterdir() if is_ours(path.name))
-            except FileNotFoundError:
-                continue
-            except (OSError, UnsafeFileError) as error:
-                problems.append(_said(error))
-                continue
-            for path in paths:
-                count += 1
-                if count > _MOST_FILES:
-                    problems.append(f"there are more than {_MOST_FILES} files in {folder}")
-                    return
-                yield path, uid
 
-
-def _users(folder: Path, problems: list[str]) -> Iterator[tuple[Path, int]]:
-    """Folders of users, our own first: it is read whatever others have put there."""
-    try:
-        uids = [int(path.name) for path in folder.iterdir() if is_uid(path.name)]
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        problems.append(_said(error))
-        return
+def merged(parts: Iterator[Part] | Sequence[Part]) -> Reading:
+    """All parts together, as this user reads them."""
     own = os.geteuid()
-    uids.sort(key=lambda uid: (uid != own, uid))
-    if len(uids) > _MOST_USERS:
-        problems.append(f"{folder} has more than {_MOST_USERS} users")
-    for uid in uids[:_MOST_USERS]:
-        yield folder / str(uid), uid
-
-
-def _said(error: OSError | ForgeError) -> str:
-    if isinstance(error, ForgeError):
-        return error.message
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror or error}"
+    found = tuple(parts)
+    told: dict[bool, list[str]] = {True: [], False: []}
+    for part in found:
+        told[part.uid in (None, own)] += part.problems
+    return Reading(
+        ledger=Ledger(
+            strikes=tuple(each for part in found for each in part.strikes),
+            releases=tuple(each for part in found for each in part.releases),
+            me=own,
+        ),
+        problems=tuple(told[True][:_MOST_PROBLEMS]),
+        of_others=tuple(told[False][:_MOST_PROBLEMS]),
+        skipped=sum(part.skipped for part in found),
+    )

@@ -43,8 +43,8 @@ def line_of(entry: Entry) -> bytes:
     return json.dumps(kept, ensure_ascii=False).encode() + b"\n"
 
 
-def parse_line(line: bytes, now: float) -> Entry | None:
-    """What the line says; None where it says nothing that can be believed."""
+def parse_line(line: bytes, now: float, uid: int | None = None) -> Entry | None:
+    """What the line says, in a file of ``uid``; None where that can't be believed."""
     try:
         body = json.loads(line.decode("utf-8"))
         if not isinstance(body, dict) or body.get("v") != _VERSION:
@@ -55,7 +55,7 @@ def parse_line(line: bytes, now: float) -> Entry | None:
             return None
         by, why = _text(body, "by"), _text(body, "why")
         if body.get("kind") == "release":
-            return Release(node=node, time=time, by=by, why=why)
+            return Release(node=node, time=time, by=by, why=why, uid=uid)
         if body.get("kind") != "strike":
             return None
         weight, cause = _number(body, "weight"), _text(body, "cause", 40)
@@ -72,17 +72,18 @@ def parse_line(line: bytes, now: float) -> Entry | None:
             by=by,
             until=until if cause == BY_HAND else None,
             why=why,
+            uid=uid,
         )
     except (ValueError, ConfigError, RecursionError, OverflowError):
         return None
 
 
-def parse_lines(data: bytes, now: float) -> tuple[list[Entry], int]:
-    """What the lines say, and how many say nothing."""
+def parse_lines(data: bytes, now: float, uid: int | None = None) -> tuple[list[Entry], int]:
+    """What the lines say, in a file of ``uid``, and how many say nothing."""
     found: list[Entry] = []
     bad = 0
     for line in data.split(b"\n"):
-        entry = parse_line(line, now) if 0 < len(line) <= _MOST_LINE else None
+        entry = parse_line(line, now, uid) if 0 < len(line) <= _MOST_LINE else None
         if entry is not None:
             found.append(entry)
         elif line.strip():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -76,11 +77,47 @@ def test_list_for_programs(shell: Shell, hill: PretendSlurm) -> None:
     assert " ".join(body) == "schema cluster folder threshold cap known nodes skipped problems"
     worst, other = body["nodes"]
     assert (worst["node"], worst["left_out"], worst["by_hand"]) == ("n06", True, False)
+    assert (worst["convicted"], other["convicted"]) == (True, False)
     assert worst["causes"] == ["hang"]
     assert worst["runs"] == ["/scratch/runs/tiny-gpt"]
     assert [each["incident"] for each in worst["strikes"]] == ["2.1", "1.1"]
     assert time.time() < worst["until"] < time.time() + DAY
     assert (other["node"], other["left_out"], other["until"]) == ("n07", False, None)
+
+
+def lost(node: str) -> Strike:
+    return Strike(
+        node=node, time=time.time() - 60, weight=1.9, cause="node_fail", run="/r", incident_id="1.1"
+    )
+
+
+def test_list_says_which_of_the_convicted_are_used_all_the_same(
+    shell: Shell, hill: PretendSlurm
+) -> None:
+    ledger(shell).add([lost(f"n0{number}") for number in range(1, 6)])
+    listed = shell("nodes", "list").stdout
+    assert listed.startswith("hill   2 nodes left out, 3 in use all the same   ")
+    assert listed.count("   in use: too many   ") == 3
+    assert "one node at least (2 of 20 in long, 1 of 10 in short), the worst first" in listed
+    body = json.loads(shell("nodes", "list", "--json").stdout)
+    assert [each["left_out"] for each in body["nodes"]] == [True, True, False, False, False]
+    assert all(each["convicted"] for each in body["nodes"])
+    # Which partitions there are is not known.
+    body = json.loads(shell("nodes", "list", "--json", "--cluster", "hill").stdout)
+    assert [each["left_out"] for each in body["nodes"]] == [None] * 5
+
+
+def test_what_others_have_planted_is_told_here_and_not_to_a_job(
+    shell: Shell, hill: PretendSlurm
+) -> None:
+    folder = ledger(shell).folder
+    assert folder is not None
+    ledger(shell).add([lost("n06")])
+    (folder / "4242").symlink_to("/etc")
+    assert "not read: " in shell("nodes", "list").stdout
+    told = submit(shell)
+    assert "leaves out n06 (" in told
+    assert "the node ledger: " not in told
 
 
 def test_what_is_not_read_is_said(shell: Shell, hill: PretendSlurm) -> None:
@@ -111,7 +148,8 @@ def test_strike_and_release(shell: Shell, hill: PretendSlurm) -> None:
     result = shell("nodes", "strike", "n06", "n[08-09]", "--why", "ticket 4711")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == (
-        "n[06,08-09]: left out until released.   "
+        "n[06,08-09]: left out until released by your jobs, as long as enough others are left for "
+        "them.   "
         "trust again: slurm-forge nodes release n[06,08-09]\n"
     )
     listed = shell("nodes", "list").stdout
@@ -204,7 +242,7 @@ def submit(shell: Shell, resources: str = "") -> str:
 
 
 def test_submit_leaves_out_what_is_struck_and_says_so(shell: Shell, hill: PretendSlurm) -> None:
-    ledger(shell).add([hang("n06", 2 * DAY), hang("n06", DAY, "2.1"), hang("n07", DAY, by="bob")])
+    ledger(shell).add([hang("n06", 2 * DAY), hang("n06", DAY, "2.1"), hang("n07", 7 * DAY)])
     told = submit(shell)
     assert "leaves out n06 (hang 24 h ago, until " in told
     assert "): slurm-forge nodes list\n" in told
@@ -249,9 +287,21 @@ def test_a_node_asked_for_by_name_is_never_left_out(shell: Shell, hill: PretendS
 def test_never_more_than_a_share_nor_more_than_the_job_can_do_without(
     shell: Shell, hill: PretendSlurm
 ) -> None:
-    shell("nodes", "strike", "n[01-05]", "--why", "x")
+    ledger(shell).add([lost(f"n0{number}") for number in (5, 4, 3, 2, 1)])  # the newest weighs most
     told = submit(shell)
     assert "leaves out n01 (" in told
+    assert excluded(hill) == ("--exclude=n[01-02]",)
+
+
+def test_what_a_person_struck_is_left_out_whatever_the_share(
+    shell: Shell, hill: PretendSlurm
+) -> None:
+    shell("nodes", "strike", "n[01-05]", "--why", "x")
+    submit(shell)
+    assert excluded(hill) == ("--exclude=n[01-05]",)
+    assert shell("nodes", "list").stdout.startswith("hill   5 nodes left out   ")
+    shutil.rmtree(shell.folder / "runs")
+    submit(shell, "nodes: 18, ")
     assert excluded(hill) == ("--exclude=n[01-02]",)
 
 

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm_forge.documents import build, load
 from slurm_forge.errors import SlurmUnreachableError
+from slurm_forge.journal import Record
+from slurm_forge.journal import events as ev
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.avoid import Avoider
+from slurm_forge.launch import avoid
+from slurm_forge.launch.avoid import Avoider, names_added
 from slurm_forge.launch.leaving import (
+    Leaving,
     leaving,
+    leaving_at_submission,
     leaving_now,
     nodes_of,
     open_ledger,
     partition_of,
 )
-from slurm_forge.node_ledger import NodeLedger, Reading
+from slurm_forge.node_ledger import NodeLedger, Part
 from slurm_forge.recovery.nodes import BY_HAND, Ledger, Release, Strike
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause, Confidence
-from slurm_forge.vocabulary.decision import Incident
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
 NOW = 1_800_000_000.0
 DAY = 86_400.0
@@ -109,6 +117,10 @@ def test_a_first_strike_is_written_down_and_leaves_nothing_out(bench: Bench) -> 
     assert (event.nodes, event.excluded, event.until) == (("n06",), (), None)
     again = avoider.strike(replace(hang, id="1.2"))
     assert again is not None
+    assert again.excluded == (), "of one run it counts once in some hours"
+    bench.now += 7 * 3600
+    again = avoider.strike(replace(hang, id="1.3"))
+    assert again is not None
     assert again.excluded == ("n06",)
 
 
@@ -129,7 +141,7 @@ def test_until_is_when_the_first_of_them_may_be_used_again(bench: Bench) -> None
     assert event is not None
     assert event.excluded == ("n06", "n07")
     assert event.until is not None
-    assert event.until < NOW + 4 * DAY
+    assert event.until < NOW + 5 * DAY
 
 
 @pytest.mark.parametrize(
@@ -220,20 +232,45 @@ def test_the_list_of_a_waiting_job_follows_the_ledger(bench: Bench) -> None:
     assert avoider.excluded(rest) is None
     bench.now += 60
     bench.ledger().add([Release(node="n06", time=bench.now, by="ann")])
-    assert avoider.excluded("n[01-02,06]") == ("n01", "n02")
-    assert avoider.excluded("n06") == ()
-    assert bench.avoider(run="b").excluded("n[01-02,06]") == ("n01", "n02")
-    # What was released long ago may be all that is left of it.
-    bench.ledger().add([Release(node="n09", time=bench.now, by="ann")])
-    assert avoider.excluded("n[08-09]") == ("n08",)
-    # What another run saw is no reason any more once it has faded.
-    bench.now += DAY
-    bench.avoider(run="b").strike(lost("n07"))
-    assert avoider.excluded("n[07-08]") is None
+    assert avoider.excluded("n[01-02,06]", ours=("n06",)) == ("n01", "n02")
+    assert avoider.excluded("n06", ours=("n06",)) == ()
+    assert avoider.excluded("/home/ann/bad", ours=("n06",)) is None
+    own = bench.avoider(resources="{nodes: 4, exclude: n06}")
+    assert own.excluded("n06", ours=("n06",)) is None
+
+
+def test_what_a_person_left_out_stays_whatever_the_ledger_says_of_it(bench: Bench) -> None:
+    bench.ledger().add(
+        [
+            Release(node="n03", time=NOW - 40 * DAY),
+            Strike(node="n04", time=NOW - 30 * DAY, weight=0.4, cause="crash", run="/b"),
+        ]
+    )
+    avoider = bench.avoider()
+    assert avoider.excluded("n[03-04,09]") is None
+    assert avoider.excluded("n[03-04,09]", ours=("n04",)) == ("n03", "n09")
+    # What is ours is used again only once nothing speaks against it.
+    avoider.strike(lost())
+    assert avoider.excluded("n[03,06]", ours=("n06",)) is None
     bench.now += 9 * DAY
-    assert avoider.excluded("n[07-08]") == ("n08",)
-    assert avoider.excluded("/home/ann/bad") is None
-    assert bench.avoider(resources="{nodes: 4, exclude: n06}").excluded("n06") is None
+    assert avoider.excluded("n[03,06]", ours=("n06",)) == ("n03",)
+
+
+def test_the_journal_says_what_a_run_added_itself() -> None:
+    plan = RecoveryPlan(exclude_nodes=("n11",))
+    taken = Decision(
+        incident_id="1.1", cause=Cause.CRASH, action=Action.REQUEUE, reason="x", plan=plan
+    )
+    events = (
+        ev.NodesStruck(nodes=("n06", "n07"), cause="hang", excluded=("n06",)),
+        ev.DecisionTaken(decision=taken),
+        ev.Note(text="n12"),
+    )
+    records = [
+        Record(attempt=1, launch=1, sequence=i, time=NOW, writer="supervisor", event=event)
+        for i, event in enumerate(events)
+    ]
+    assert names_added(records) == {"n06", "n11"}
 
 
 # When the file system is not there
@@ -244,8 +281,9 @@ class Broken(NodeLedger):
 
     __slots__ = ()
 
-    def read(self) -> Reading:
-        return Reading(ledger=Ledger(), problems=("nodes: Stale file handle",))
+    def parts(self) -> Iterator[Part]:
+        yield Part(uid=os.geteuid(), problems=("nodes: Stale file handle",))
+        yield Part(uid=4242, problems=("4242: a link",))
 
     def add(self, entries: object) -> None:
         raise OSError(116, "Stale file handle", "nodes")
@@ -261,7 +299,7 @@ def test_a_broken_ledger_is_told_once_and_stops_nothing(bench: Bench) -> None:
     avoider.strike(lost("n07", 2))
     reading = [told for told in bench.told if told == "the node ledger: nodes: Stale file handle"]
     assert len(reading) == 1
-    assert len(bench.told) == 2
+    assert len(bench.told) == 2, "and nothing of what others have put there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +308,12 @@ class Hung(NodeLedger):
 
     wait: Callable[[], object]
 
-    def read(self) -> Reading:
+    first: Part | None = None
+
+    def parts(self) -> Iterator[Part]:
+        if self.first is not None:
+            yield self.first
         self.wait()
-        return Reading(ledger=Ledger())
 
     def add(self, entries: object) -> None:
         self.wait()
@@ -290,7 +331,74 @@ def test_a_hung_file_system_holds_up_no_requeue(bench: Bench) -> None:
     finally:
         free.set()
     assert time.monotonic() - begun < 10
-    assert bench.told == ["the node ledger: no answer within 0.05 s"]
+    assert bench.told == ["the node ledger: no full answer within 0.05 s"]
+
+
+def test_what_was_read_in_time_counts(bench: Bench) -> None:
+    free = threading.Event()
+    mine = Strike(node="n08", time=NOW, weight=1.9, cause="node_fail", uid=os.geteuid())
+    hung = Hung(
+        folder=bench.folder,
+        cluster="hill",
+        wait=free.wait,
+        first=Part(uid=os.geteuid(), strikes=(mine,)),
+    )
+    try:
+        avoider = bench.avoider(ledger=hung, patience=timedelta(seconds=1))
+        assert avoider.nodes_to_avoid() == ("n08",)
+    finally:
+        free.set()
+    assert len(bench.told) == 1
+
+
+def test_where_weighing_takes_too_long_our_own_word_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+    me = os.geteuid()
+    lost_here = {"time": NOW, "weight": 1.9, "cause": "node_fail"}
+    mine = Part(uid=me, strikes=(Strike(node="n08", uid=me, **lost_here),))  # type: ignore[arg-type]
+    theirs = Part(uid=4242, strikes=(Strike(node="n09", uid=4242, **lost_here),))  # type: ignore[arg-type]
+    weigh = avoid.leaving
+
+    def slow(ledger: Ledger, *args: Any, **more: Any) -> Leaving:
+        if any(each.uid == 4242 for each in ledger.strikes):
+            free.wait()
+        return weigh(ledger, *args, **more)
+
+    monkeypatch.setattr(NodeLedger, "parts", lambda self: iter((mine, theirs)))
+    monkeypatch.setattr(avoid, "leaving", slow)
+    try:
+        avoider = bench.avoider(patience=timedelta(seconds=1))
+        assert avoider.nodes_to_avoid() == ("n08",)
+    finally:
+        free.set()
+    assert bench.told == ["the node ledger: no full answer within 1 s"]
+
+
+def test_a_hung_file_system_holds_up_no_submission(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+
+    def hang(self: NodeLedger) -> Iterator[Part]:
+        free.wait()
+        yield Part(uid=None)
+
+    monkeypatch.setattr(NodeLedger, "parts", hang)
+    try:
+        left = leaving_at_submission(
+            job(),
+            Site(name="hill"),
+            knobs=Knobs(nodes=str(bench.folder / "nodes")),
+            cluster="hill",
+            partitions=(),
+            patience=timedelta(milliseconds=50),
+        )
+    finally:
+        free.set()
+    assert left.exclude == ()
+    assert left.problems == ("the node ledger: no full answer within 0.05 s",)
 
 
 # Which nodes a job could have

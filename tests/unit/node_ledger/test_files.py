@@ -58,8 +58,8 @@ def nodes(ledger: NodeLedger) -> list[str]:
 
 
 def test_what_is_written_is_read_by_the_next_run(ledger: NodeLedger) -> None:
-    said = (strike(), Release(node="n07", time=NOW - 5, by="ann", why="new cable"))
-    by_hand = strike("n08", cause=BY_HAND, weight=1.0, until=NOW + DAY, why="ticket 4711")
+    said = (strike(uid=MINE), Release(node="n07", time=NOW - 5, why="new cable", uid=MINE))
+    by_hand = strike("n08", cause=BY_HAND, weight=1.0, until=NOW + DAY, why="x 4711", uid=MINE)
     ledger.add([said[0]])
     ledger.add([said[1], by_hand])
     reading = ledger.read()
@@ -320,7 +320,8 @@ def test_nobody_speaks_in_anothers_name(ledger: NodeLedger) -> None:
     os.chown(file_of(ledger, 4244).parent.parent, NOBODY, NOBODY)
     reading = ledger.read()
     assert reading.ledger.strikes == ()
-    assert len(reading.problems) == 4
+    assert len(reading.problems + reading.of_others) == 4
+    assert len(reading.problems) == 1
     with pytest.raises(UnsafeFileError):
         ledger.add([strike("n04")])
 
@@ -403,18 +404,79 @@ def test_a_huge_file_is_not_read(ledger: NodeLedger) -> None:
 def test_other_peoples_files_are_bounded_and_come_after_our_own(
     ledger: NodeLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurm_forge.node_ledger import files
+    from slurm_forge.node_ledger import reading
 
-    monkeypatch.setattr(files, "_MOST_USERS", 5)
-    monkeypatch.setattr(files, "_MOST_FILES", 7)
+    monkeypatch.setattr(reading, "_MOST_USERS", 5)
     for uid in range(4000, 4010):
         plant(file_of(ledger, uid), line_of(strike("theirs")), uid=uid)
     ledger.add([strike("ours")])
-    assert nodes(ledger) == ["ours", *["theirs"] * 4]
-    for host in "bcde":
-        plant(file_of(ledger, 4000, host), line_of(strike("theirs")), uid=4000)
-    assert nodes(ledger) == ["ours", *["theirs"] * 6]
-    assert len(ledger.read().problems) == 2
+    assert next(iter(ledger.parts())).strikes[0].node == "ours"
+    assert nodes(ledger) == ["ours", *["theirs"] * 5]
+    found = ledger.read()
+    assert (found.problems, len(found.of_others)) == ((), 1)
+
+
+@needs_root
+def test_what_one_user_writes_takes_nothing_of_anothers_bounds(
+    ledger: NodeLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slurm_forge.node_ledger import reading
+
+    line = line_of(strike("flood"))
+    monkeypatch.setattr(reading, "_MOST_BYTES", 8 * len(line))
+    for number, host in enumerate("abcdef"):
+        path = plant(file_of(ledger, 4000, host), line_of(strike(f"{host}aaaa")) * 3, uid=4000)
+        os.utime(path, (NOW - number, NOW - number))
+    plant(file_of(ledger, 4001), line_of(strike("late1")), uid=4001)
+    ledger.add([strike("ours1")] * 50)
+    found = [part for part in ledger.parts() if part.strikes]
+    assert [len(part.strikes) for part in found] == [50, 6, 1]
+    assert {each.node for each in found[1].strikes} == {"aaaaa", "baaaa"}, "the newest files"
+    assert len(ledger.read().of_others) == 1
+    # Many entries: the newest, in equal parts.
+    monkeypatch.setattr(reading, "_MOST_OF_OTHERS", 4)
+    monkeypatch.setattr(reading, "_FEW", 1)
+    assert [len(part.strikes) for part in ledger.parts() if part.strikes] == [50, 2, 1]
+    monkeypatch.setattr(reading, "_MOST_OWN_ENTRIES", 10)
+    assert [len(part.strikes) for part in ledger.parts() if part.strikes] == [10, 2, 1]
+    assert len(ledger.read().problems) == 1
+
+
+def test_a_flood_of_our_own_is_weighed_in_little_time(ledger: NodeLedger) -> None:
+    ledger.add([strike("n01")])
+    for host in range(6):
+        lines = [
+            line_of(strike(f"n{i % 40}", time=NOW - 1 - i / 100, by=f"u{host}_{i}", run=str(i)))
+            for i in range(6000)
+        ]
+        path = file_of(ledger, host=f"h{host}")
+        path.write_bytes(b"".join(lines))
+        path.chmod(0o600)
+    found = ledger.read()
+    assert len(found.ledger.strikes) == 10_000
+    assert "says more than 10000 things" in found.problems[0]
+
+
+@needs_root
+def test_what_others_have_planted_is_not_told_as_ours(ledger: NodeLedger) -> None:
+    ledger.add([strike("n01")])
+    assert ledger.folder is not None
+    (ledger.folder / "4242").symlink_to("/etc")
+    (ledger.folder / "4243").write_text("no folder")
+    found = ledger.read()
+    assert [each.node for each in found.ledger.strikes] == ["n01"]
+    assert found.problems == ()
+    assert len(found.of_others) == 2
+
+
+@needs_root
+def test_who_said_it_is_whose_file_it_is(ledger: NodeLedger) -> None:
+    plant(file_of(ledger, NOBODY), line_of(strike(by="root")), uid=NOBODY)
+    ledger.add([strike(by="nobody"), Release(node="n07", time=NOW - 5, by="nobody")])
+    found = ledger.read().ledger
+    assert [(each.uid, each.by) for each in found.strikes] == [(0, "nobody"), (NOBODY, "root")]
+    assert [each.uid for each in found.releases] == [0]
+    assert found.me == 0
 
 
 def test_files_with_other_names_are_not_looked_at(ledger: NodeLedger) -> None:
