@@ -340,12 +340,14 @@ class RequeueFailed:
 class Held:
     """The job waits in the queue, held: whoever releases it lets the run go on.
 
-    ``restart_count`` is that of the attempt which asked for it; a later start was released.
+    ``restart_count`` is that of the attempt which asked for it; a later start was released, where
+    Slurm has ``confirmed`` that it holds the job (else it may have started it by itself).
     """
 
     job: str
     restart_count: int
     reason: str
+    confirmed: bool = False
     kind: Literal["held"] = "held"
 
 

@@ -149,14 +149,14 @@ def advance(state: RunState, record: Record) -> RunState:
             )
         case ev.Held():
             return replace(state, held=event, open_intent=None)
-        case ev.RequeueFailed() if state.held is not None:
+        case ev.RequeueFailed() if state.held is not None and _HOLD in event.method:
             return replace(state, held=None)  # written before Slurm was asked, which refused it
         case ev.AttemptEnded():
-            changed = _in_attempt(
-                state, record, lambda a: replace(a, ended=time, outcome=event.outcome)
-            )
-            # Somebody else brings it back: an administrator's requeue, submitit's local executor.
-            back = event.outcome == RunStatus.REQUEUED.value and state.status is RunStatus.RUNNING
+            changed = _in_attempt(state, record, lambda a: _over(a, time, event.outcome))
+            # Somebody else brings it back: an administrator's requeue, submitit's local executor,
+            # or whoever carries out what was left open.  Either way nothing runs any more.
+            back = event.outcome == RunStatus.REQUEUED.value or state.open_intent is not None
+            back = back and state.status is RunStatus.RUNNING
             return replace(changed, status=RunStatus.REQUEUED) if back else changed
         case ev.IncidentSeen():
             changed = _in_attempt(
@@ -219,12 +219,24 @@ def advance(state: RunState, record: Record) -> RunState:
 
 #: What a person asks with for a run to go on, whatever it rests for.
 _GO_ON = frozenset({"submit", "run", "requeue", "release"})
+#: How a request to hold the job in the queue is called where Slurm did not take it.
+_HOLD = "requeuehold"
 
 
 def _submitted(state: RunState) -> RunState:
     if state.status is RunStatus.FINISHED:
         return state
-    return replace(state, status=RunStatus.SUBMITTED, held=None, reason="")
+    # What an attempt had left open is settled by a person's own request.
+    return replace(state, status=RunStatus.SUBMITTED, open_intent=None, held=None, reason="")
+
+
+def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:
+    """The attempt ended, and with it the launch of a supervisor that was killed."""
+    launches = tuple(
+        replace(launch, ended=time) if launch.ended is None else launch
+        for launch in attempt.launches
+    )
+    return replace(attempt, ended=time, outcome=outcome, launches=launches)
 
 
 def _in_attempt(

@@ -10,30 +10,35 @@ from datetime import timedelta
 
 from slurm_forge.errors import AlreadyFinishedError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory
-from slurm_forge.journal import JournalWriter, RunState, RunStatus
-from slurm_forge.journal.events import RequeueDone, UserAsked
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal.codec import Record
+from slurm_forge.journal.events import RequeueDone, RequeueFailed, RequeueIntended, UserAsked
+from slurm_forge.launch.changes import Asked, arguments_of, changed, update_of
 from slurm_forge.launch.ladder import Comeback, Ladder, Taken
+from slurm_forge.launch.leaving import names_in
+from slurm_forge.launch.planned import and_without, planned, without_nodes
 from slurm_forge.launch.submission import (
     job_script,
     note,
     payload,
+    renew_run,
     run_state,
     submit_again,
     submit_script,
 )
-from slurm_forge.launch.update import arguments_for, update_for
+from slurm_forge.launch.update import arguments_for
 from slurm_forge.lock import exclusive
 from slurm_forge.person import person
 from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
-from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, JobState
-from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import RunFile
-from slurm_forge.vocabulary.decision import Action
+from slurm_forge.spec.run_file import RunFile, read_run_file
 
 __all__ = ["Brought", "bring_back", "reconcile"]
+
+_AS_IT_IS = Asked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,12 @@ def bring_back(
     site: Site,
     file: RunFile,
     exclude: Sequence[str] = (),
+    asked: Asked = _AS_IT_IS,
 ) -> Brought:
     """A person asks for the run to go on: release its job, or submit the run again.
 
+    ``asked`` is kept as what the run asks for from now on; a job that runs can't be given it
+    (``RunDirectoryError``).
     Asking twice never makes two jobs on one host.  Where two hosts ask in the same second both may
     submit; then the later start fences the other, and no step counts twice.
     """
@@ -69,43 +77,43 @@ def bring_back(
                 next_step="Start a new run under another name to train further.",
             )
         state = run_state(run)
+        now = changed(file.job, asked)  # what can't be is told before anything is done
         record = _record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
             record = _successor(run, slurm)
         if record is not None and (_is_held(record) or record.state in PENDING_LIKE):
-            return _go_on(run, state, record, slurm)
+            return _go_on(run, state, record, slurm, file, asked)
         ending = record is not None and record.state is JobState.COMPLETING
         if record is not None and not (ending and state.status in _AT_REST):
             job, word = record.job_ref, record.state.value
             if ending:
                 return Brought(job, f"job {job} is ending: ask again in a moment", changed=False)
+            if asked:
+                raise RunDirectoryError(
+                    f"{run.name} runs as job {job}, and a job that runs can't be changed",
+                    next_step=f"Let it save and stop first: slurm-forge stop {run.name}; when it "
+                    "has ended, ask again.",
+                )
             return Brought(job, f"job {job} is {word} already", changed=False)
+        if asked:
+            file = renew_run(run, file, now, run.spec_file)
         run.stop_file.unlink(missing_ok=True)
-        planned, args = _as_planned(state, file.job, slurm)
+        # What the record says has the raises of every decision in it, the last one's too.
+        last = _record(state.job, slurm)
+        update = planned(state, file.job, last, slurm, raised=True, also=exclude)
+        args = () if update is None else arguments_for(without_nodes(update), file.job)
         if record is not None:
             args = (f"--dependency=afterany:{record.job_ref}", *args)
-        left_out = (*planned, *exclude)
+        args = (*args, *arguments_of(asked, file.job))
+        left_out = () if update is None else tuple(update.exclude_nodes or ())
+        left_out = (*left_out, *exclude)
         if payload(run).is_file() and job_script(run).is_file():
+            if asked.exclude is not None:
+                left_out = (*left_out, *(names_in(file.job.resources.exclude) or ()))
             job = submit_again(run, slurm, exclude=left_out, args=args)
         else:
             job = submit_script(run, file, site, slurm, verb="requeue", exclude=left_out, args=args)
         return Brought(job, f"submitted as job {job}", changed=True, submitted=True)
-
-
-def _as_planned(
-    state: RunState, job: JobSpec, slurm: Slurm
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Nodes to leave out, and options of sbatch, by which the recovery plan stays in force."""
-    decisions = [decision for attempt in state.attempts for _, decision in attempt.decisions]
-    if not decisions:
-        return (), ()
-    # What the record says has the raises of every decision in it, the last one's too.
-    now = replace(decisions[-1], action=Action.REQUEUE, plan=state.plan)
-    update = update_for(now, job, _record(state.job, slurm))
-    if update is None:
-        return (), ()
-    args = arguments_for(replace(update, exclude_nodes=None), job)
-    return tuple(update.exclude_nodes or ()), args
 
 
 def _is_held(record: JobRecord) -> bool:
@@ -114,12 +122,26 @@ def _is_held(record: JobRecord) -> bool:
     return record.held or ending
 
 
-def _go_on(run: RunDirectory, state: RunState, record: JobRecord, slurm: Slurm) -> Brought:
+def _go_on(
+    run: RunDirectory,
+    state: RunState,
+    record: JobRecord,
+    slurm: Slurm,
+    file: RunFile,
+    asked: Asked,
+) -> Brought:
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
     job = record.job_ref
     held = _is_held(record)
-    if not held and state.status not in _AT_REST and not run.stop_file.exists():
+    goes_on = not held and state.status not in _AT_REST and not run.stop_file.exists()
+    if goes_on and not asked:
         return Brought(job, f"job {job} is {record.state.value} already", changed=False)
+    if asked:
+        now = changed(file.job, asked)
+        slurm.update_job(job, update_of(asked, now, record))  # what Slurm refuses is not kept
+        renew_run(run, file, now, run.spec_file)
+        if goes_on:
+            return Brought(job, f"changed job {job}, which waits in the queue", changed=True)
     # Before the release: the start that it leads to must not find the run at rest.
     note(run, UserAsked(verb="requeue", user=person()))
     run.stop_file.unlink(missing_ok=True)
@@ -134,7 +156,8 @@ def _go_on(run: RunDirectory, state: RunState, record: JobRecord, slurm: Slurm) 
             f"{run.name} waits as job {job}, which an administrator holds",
             next_step=f"Only they can release it: ask them about job {job}.  It will go on then.",
         ) from error
-    return Brought(job, f"released job {job}, which was held", changed=True)
+    done = "changed and released" if asked else "released"
+    return Brought(job, f"{done} job {job}, which was held", changed=True)
 
 
 #: What a start that nobody asked for leaves as it is.
@@ -145,14 +168,20 @@ _PATIENCE = timedelta(seconds=20)
 
 
 def reconcile(
-    run: RunDirectory, slurm: Slurm, *, sleep: Callable[[float], None] = time.sleep
+    run: RunDirectory,
+    slurm: Slurm,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.time,
 ) -> Brought:
     """Carry out an intent that an attempt left open because Slurm did not answer it.
 
-    Asking twice never makes two jobs, as with ``bring_back``.
+    What the attempt had decided to ask for (memory, nodes, a wait) is asked for now.  A job that
+    was cancelled since is left alone.  Asking twice never makes two jobs, as with ``bring_back``.
     """
     with _alone(run):
-        state = run_state(run)
+        records, _ = read_journal(run, thin=True)
+        state = fold(records)
         if run.is_done() or state.status is RunStatus.FINISHED:
             return Brought(state.job, "the run is finished", changed=False)
         intent = state.open_intent
@@ -161,6 +190,15 @@ def reconcile(
         claim = newest_claim(run)
         attempt = 0 if claim is None else claim.attempt
         restarts = 0 if claim is None else claim.restart_count
+        job = read_run_file(run.spec_file).job
+        wait = _left_to_wait(state, records, intent, clock())
+
+        def decided() -> JobUpdate | None:
+            record = _record(intent.job, slurm)
+            there = () if record is None else names_in(record.excluded_nodes) or ()
+            others = sorted(set(there) - set(state.plan.exclude_nodes))
+            return and_without(planned(state, job, record, slurm, also=others), others)
+
         journal = JournalWriter(run, attempt=attempt, writer="cli", launch=1 << 30)
         try:
             found = _came_back(run, intent.job, restarts, slurm)
@@ -170,6 +208,8 @@ def reconcile(
                 done = RequeueDone(job=intent.job, method=_FOUND, successor=successor)
                 journal.write(done)
                 text = f"job {found.job_ref} is {found.state.value} already"
+                if successor is None and found.state in PENDING_LIKE:
+                    text += _give(found.job_ref, decided(), wait, slurm, journal)
                 return Brought(found.job_ref, text, changed=False)
             ladder = Ladder(
                 slurm,
@@ -181,15 +221,53 @@ def reconcile(
                 sleep=sleep,
                 patience=_PATIENCE,
             )
-            comeback: Comeback = ladder.climb(f"reconcile: {intent.reason}")
+            comeback: Comeback = ladder.climb(
+                f"reconcile: {intent.reason}",
+                decided,
+                wait=wait,
+                arguments=lambda: arguments_for(decided(), job),
+            )
         finally:
             journal.close()
+        if comeback.taken is Taken.CANCELLED:
+            text = (
+                f"job {intent.job} was cancelled since; slurm-forge requeue {run.name} "
+                "lets the run go on"
+            )
+            return Brought(intent.job, text, changed=False)
         if comeback.taken is Taken.OPEN:
             raise RunDirectoryError(
                 f"the intent is still open: {comeback.text}",
                 next_step="Try slurm-forge reconcile again when Slurm answers.",
             )
         return Brought(run_state(run).job, comeback.text, changed=True)
+
+
+def _left_to_wait(
+    state: RunState, records: Sequence[Record], intent: RequeueIntended, now: float
+) -> timedelta:
+    """What is left of the pause that was decided with the intent, counted from then."""
+    decisions = [decision for attempt in state.attempts for _, decision in attempt.decisions]
+    if not decisions:
+        return timedelta(0)
+    begun = next((each.time for each in reversed(records) if each.event == intent), now)
+    return timedelta(seconds=max(0.0, decisions[-1].wait_s - max(0.0, now - begun)))
+
+
+def _give(
+    job: str, update: JobUpdate | None, wait: timedelta, slurm: Slurm, journal: JournalWriter
+) -> str:
+    """Give the waiting job what was decided; what there is to say of it."""
+    if wait > timedelta(0):
+        update = replace(update or JobUpdate(), start_after=wait)
+    if update is None:
+        return ""
+    try:
+        slurm.update_job(job, update)
+    except SlurmCommandError as error:
+        journal.write(RequeueFailed(job=job, method="scontrol update", reason=str(error)))
+        return f", but Slurm refused what recovery had decided: {' '.join(error.stderr.split())}"
+    return f", and now asks for {' '.join(update.assignments())}"
 
 
 _FOUND = "found in the queue"

@@ -109,7 +109,8 @@ class Attempt:
             self.run.mark_done(step, self.claim.attempt)
             self.journal.write(Finished(step=step))
             return None
-        self.fence()
+        with contextlib.suppress(OSError):  # a storage that fails is what is to be decided about
+            self.fence()
         incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
         # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
         wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
@@ -232,7 +233,7 @@ def begin(
     if not released:
         verdict = post_mortem(run, state, file.job, claim, slurm=slurm, now=clock())
     journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
-    if verdict is not None and verdict.action in _ENDS:
+    if verdict is not None and (verdict.action in _ENDS or _needs_another_job(verdict)):
         return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
     if released:
         journal.write(UserAsked(verb="release", user=""))
@@ -247,6 +248,14 @@ def begin(
         durable=True,
     )
     return Attempt(run, file, claim, journal)
+
+
+def _needs_another_job(decision: Decision) -> bool:
+    """Whether the job has to go back into the queue for what was decided."""
+    return any(change.parameter in _OF_THE_JOB for change in decision.changes)
+
+
+_OF_THE_JOB = frozenset({"mem_factor", "time_factor", "nodes"})
 
 
 def _stay_stopped(run: RunDirectory, state: RunState) -> None:
@@ -276,7 +285,9 @@ def _released(state: RunState, job: str, restart_count: int) -> bool:
     Nothing else starts a held job: it is a person's wish that the run goes on.
     """
     held = state.held
-    return held is not None and held.job == job and restart_count > held.restart_count
+    if held is None or not held.confirmed:
+        return False
+    return held.job == job and restart_count > held.restart_count
 
 
 #: What a decision means for somebody who can't start ranks again in the same job.

@@ -10,13 +10,15 @@ from dataclasses import replace
 from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import Attempt
-from slurm_forge.launch.avoid import Avoider
+from slurm_forge.launch.avoid import Avoider, names_added
 from slurm_forge.launch.ladder import Comeback, Ladder
 from slurm_forge.launch.leaving import open_ledger, partition_of
 from slurm_forge.launch.update import arguments_for, update_for
+from slurm_forge.recovery.nodes import spared
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.decision import Decision
@@ -60,6 +62,7 @@ class ComingBack:
         self._problems: list[str] = []
         self._asking: threading.Thread | None = None
         self._asked = False
+        self._patience = _PATIENCE_S
 
     def prepare(self) -> None:
         """Ask in the background, when the attempt begins."""
@@ -85,17 +88,25 @@ class ComingBack:
         avoider = self._ledger()
         return avoider is not None and bool(mine & set(avoider.struck_here()))
 
-    def come_back(self, decision: Decision) -> Comeback:
-        """Requeue or submit a successor, with what the plan changes; raises only a fence."""
+    def come_back(self, decision: Decision, *, urgent: bool = False) -> Comeback:
+        """Requeue or submit a successor, with what the plan changes; raises only a fence.
+
+        What is to be changed is worked out once the job is in the queue; ``urgent``: without
+        waiting for what is not known by then.
+        """
         job, record = self._attempt.file.job, self._latest()
-        plan = replace(decision.plan, exclude_nodes=self._spared(decision))
-        update = update_for(replace(decision, plan=plan), job, record)
-        update = self._without_avoided(update, plan, record)
+        self._patience = 0.0 if urgent else self._patience
+
+        def update() -> JobUpdate | None:
+            plan = replace(decision.plan, exclude_nodes=self._spared(decision))
+            changes = update_for(replace(decision, plan=plan), job, record)
+            return self._without_avoided(changes, plan, record)
+
         return self._ladder.climb(
             decision.reason,
             update,
             wait=timedelta(seconds=decision.wait_s),
-            arguments=arguments_for(update, job),
+            arguments=lambda: arguments_for(update(), job),
         )
 
     def hold(self, reason: str) -> Comeback:
@@ -111,11 +122,6 @@ class ComingBack:
         if not plan.exclude_nodes:
             return ()
         self._be_ready()
-        known = self._there
-        if known is None:
-            return plan.exclude_nodes
-        spare = max(0, len(known) - (plan.nodes or wanted.nodes))
-        there = [node for node in plan.exclude_nodes if node in known]
         # The incident's own node, which made the decision, goes before older ones.
         newest = {
             name
@@ -123,8 +129,8 @@ class ComingBack:
             if change.parameter == "exclude_nodes"
             for name in set(change.new.split(",")) - set(change.old.split(","))
         }
-        there.sort(key=lambda node: node not in newest)
-        return tuple(sorted(there[:spare]))
+        needed = plan.nodes or wanted.nodes
+        return spared(plan.exclude_nodes, self._there, needed, tuple(newest))
 
     def _without_avoided(
         self, update: JobUpdate | None, plan: RecoveryPlan, record: JobRecord | None
@@ -134,8 +140,12 @@ class ComingBack:
         if avoider is None or record is None:
             return update
         # What somebody else has the job leave out stays; None is that its list is right as it is.
+        records, _ = read_journal(self._attempt.run, thin=True)
         complete = avoider.excluded(
-            record.excluded_nodes, also=plan.exclude_nodes, needed=plan.nodes
+            record.excluded_nodes,
+            also=plan.exclude_nodes,
+            needed=plan.nodes,
+            ours=names_added(records),
         )
         update = replace(update or JobUpdate(), exclude_nodes=complete)
         return update if update.assignments() else None
@@ -151,7 +161,8 @@ class ComingBack:
 
     def _be_ready(self) -> None:
         if self._asking is not None:
-            self._asking.join(_PATIENCE_S)
+            self._asking.join(self._patience)
+            self._patience = 0.0  # once in all
         elif not self._asked:
             self._ask()
 

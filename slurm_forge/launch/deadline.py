@@ -15,8 +15,10 @@ __all__ = ["Deadline"]
 #: Ranks hear again how long they have when it has changed by more.
 _TELL_AGAIN_S = 0.5
 _REFRESH_EVERY_S = 60.0
-#: One question in five minutes per job is nothing to a controller.
-_REFRESH_FAR_S = 300.0
+#: One question in two minutes per job is nothing to a controller.
+_REFRESH_FAR_S = 120.0
+#: How long beyond the end that is known Slurm's first answer is waited for.
+_FIRST_ANSWER_S = 1.0
 _NEAR_THE_END = timedelta(minutes=10)
 
 
@@ -73,6 +75,7 @@ class Deadline:
             self._told_left = ends_at
             self._hub.time_left(max(0.0, ends_at - now))
         if now >= ends_at:
-            if seen.notice_record is None and self._watch.asking:
-                return  # the first answer is still to come: it may say that there is more time
+            first = seen.notice_record is None and self._watch.asking
+            if first and now < ends_at + _FIRST_ANSWER_S:
+                return  # it is still to come, and may say that there is more time
             seen.deadline_passed = True

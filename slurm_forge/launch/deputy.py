@@ -13,15 +13,23 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.errors import FencedError, ForgeError
-from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
+from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.ladder import Ladder
+from slurm_forge.launch.update import (
+    arguments_for,
+    memory_asked,
+    nodes_asked,
+    time_asked,
+    update_for,
+)
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import supervisor_lost
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
@@ -29,8 +37,9 @@ from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import read_run_file
-from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
 __all__ = ["bring_back", "main"]
@@ -38,8 +47,8 @@ __all__ = ["bring_back", "main"]
 #: We are ended KillWait (30 s by default) after the supervisor was: no time for long questions.
 _PER_CALL = timedelta(seconds=5)
 _PATIENCE = timedelta(seconds=20)
-#: After these Slurm has put the job back into the queue already.
-_BY_SLURM = frozenset({Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
+_LOOKS = 5
+_BETWEEN_LOOKS_S = 0.5
 
 
 def bring_back(
@@ -50,6 +59,7 @@ def bring_back(
     job: str,
     slurm: Slurm,
     lives: Callable[[Claim], bool] | None = None,
+    pause: Callable[[float], None] = time.sleep,
 ) -> str:
     """Write down that the supervisor is gone, decide, and act; what became of it.
 
@@ -65,9 +75,9 @@ def bring_back(
     settled = mine is None or mine.ended is not None or state.incident(incident_id) is not None
     if run.is_done() or settled or claim is None or (lives or _lives)(claim):
         return "nothing to do"
-    record: JobRecord | None = None
-    with contextlib.suppress(ForgeError):
-        record = slurm.show_job(job)
+    record = _told(slurm, job, pause)
+    if not _sure(claim, record):
+        return "nothing to do: Slurm says that the job runs"
     newest = mine.launches[-1] if mine is not None and mine.launches else None
     incident = supervisor_lost(
         record,
@@ -89,6 +99,9 @@ def bring_back(
             incident,
             batch_coupled=spec.batch_coupled,
             allocation=False,
+            mem=memory_asked(spec, record),
+            time=time_asked(spec, record),
+            nodes=state.plan.nodes or nodes_asked(spec),
             now=datetime.now(timezone.utc).timestamp(),
         )
         with contextlib.suppress(OSError):
@@ -103,8 +116,7 @@ def bring_back(
             fence=fence,
             patience=_PATIENCE,
         )
-        already = incident.cause in _BY_SLURM and (record is None or record.requeue is not False)
-        outcome = RunStatus.REQUEUED.value if already else _act(decision, ladder)
+        outcome = _act(decision, ladder, spec, record)
         with contextlib.suppress(OSError):
             journal.write(AttemptEnded(outcome=outcome), durable=True)
         return f"{decision.reason}: {outcome}"
@@ -112,10 +124,29 @@ def bring_back(
         journal.close()
 
 
+def _told(slurm: Slurm, job: str, pause: Callable[[float], None]) -> JobRecord | None:
+    """What Slurm says once it knows: for about a second the job still runs for it."""
+    record: JobRecord | None = None
+    for _ in range(_LOOKS):
+        with contextlib.suppress(ForgeError):
+            record = slurm.show_job(job)
+        if record is None or record.state is not JobState.RUNNING or record.preempt_time:
+            break
+        pause(_BETWEEN_LOOKS_S)
+    return record
+
+
+def _sure(claim: Claim, record: JobRecord | None) -> bool:
+    """Whether the supervisor is gone: another machine's processes can't be seen from here."""
+    if claim.host == socket.gethostname() or record is None:
+        return True
+    return record.state is not JobState.RUNNING or record.preempt_time is not None
+
+
 def _lives(claim: Claim) -> bool:
     """Whether the supervisor is there after all, as far as can be seen from its own machine."""
     if claim.host != socket.gethostname():
-        return False
+        return False  # what Slurm says is all there is
     try:
         os.kill(claim.pid, 0)
     except ProcessLookupError:
@@ -128,13 +159,19 @@ def _lives(claim: Claim) -> bool:
         return False
 
 
-def _act(decision: Decision, ladder: Ladder) -> str:
+def _act(decision: Decision, ladder: Ladder, job: JobSpec, record: JobRecord | None) -> str:
     outcome = decision.action.value
     if decision.action is Action.HOLD:
         outcome = ladder.hold(decision.reason).taken.value
     elif decision.action not in (Action.STOP, Action.RAISE):
-        wait = timedelta(seconds=decision.wait_s)
-        outcome = ladder.climb(decision.reason, wait=wait).taken.value
+        update = update_for(decision, job, record)
+        comeback = ladder.climb(
+            decision.reason,
+            update,
+            wait=timedelta(seconds=decision.wait_s),
+            arguments=arguments_for(update, job),
+        )
+        outcome = comeback.taken.value
     return str(outcome)
 
 

@@ -173,6 +173,11 @@ class Embedded:
             self.finished = True
             self._over.set()
             return
+        self.carry_out(self._decision)
+
+    def carry_out(self, decision: Decision) -> None:
+        """Do what was decided, and leave."""
+        self._decision = decision
         code = 0
         outcome = self._decision.action.value
         if self._decision.action in REQUEUEING:
@@ -201,6 +206,7 @@ class Embedded:
             script=None,
             journal=self._attempt.journal,
             fence=self._attempt.fence,
+            patience=self._attempt.file.job.recovery.limits.controller_patience,
         )
 
     def _wait(self, seconds: float) -> None:

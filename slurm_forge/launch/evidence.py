@@ -11,13 +11,14 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.launch.outputs import Output
 from slurm_forge.recovery.launch_facts import LaunchFacts, RankFailure
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.run_directory.last_words import LAUNCH_AGAIN, read_last_words
+from slurm_forge.run_directory.last_words import LAUNCH_BEGINS, read_last_words
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.vocabulary.cause import Cause
@@ -27,6 +28,8 @@ __all__ = ["gathered", "tail_of"]
 _PATIENCE = timedelta(seconds=4)
 _TAIL = 1 << 16
 _MOST_LOGS = 8
+#: Slurm's clock is in whole seconds, and another machine's.
+_CLOCKS = timedelta(seconds=5)
 _NOT_OURS = frozenset({"batch", "extern", "interactive"})
 
 
@@ -39,23 +42,26 @@ def gathered(
     job: str = "",
     slurm: Slurm | None = None,
     output_of: Callable[[int], Path | None] = lambda _: None,
-    batch_output: Path | None = None,
+    batch_output: Output | None = None,
     restart_count: int | None = None,
+    since: datetime | None = None,
 ) -> LaunchFacts:
     """``facts`` with what else can be had.  ``output_of`` names the log of a rank.
 
-    Nothing is asked of Slurm where its records have explained the end already.
+    ``since`` is when the launch began.  Nothing is asked of Slurm where somebody wants the nodes:
+    its record tells why, and there is no time to lose.
     """
     if facts.finished:
         return facts
     facts = replace(facts, restart_count=restart_count)
     facts = _with_last_words(facts, run, attempt, launch)
     if batch_output is not None and (facts.batch_signals or facts.rank_signals):
-        facts = replace(facts, batch_text=tail_of(batch_output))
+        facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
     if not facts.lost:
         return facts
-    facts = _with_output(facts, output_of)
-    if slurm is None or facts.killed_for_memory:
+    facts = _with_output(facts, output_of, f"{attempt}.{launch}")
+    urgent = facts.rank_signals or facts.batch_signals or facts.due_time_limit
+    if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
     asked = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
     hosts = tuple(dict.fromkeys(lost.host for lost in facts.lost if lost.host != "?"))
@@ -63,12 +69,12 @@ def gathered(
         facts = replace(facts, nodes=asked.show_nodes(hosts))
     if not facts.failures and not any(node.is_down for node in facts.nodes):
         with contextlib.suppress(ForgeError):
-            facts = replace(facts, rows=_newest_step(asked.accounting(job)))
+            facts = replace(facts, rows=_newest_step(asked.accounting(job), since))
     return facts
 
 
-def tail_of(path: Path, most: int = _TAIL) -> str:
-    """The end of a regular file, else nothing; without what an earlier launch has written there."""
+def tail_of(path: Path, *, since: int = 0, most: int = _TAIL) -> str:
+    """The end of a regular file, from byte ``since`` on, else nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -77,12 +83,21 @@ def tail_of(path: Path, most: int = _TAIL) -> str:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return ""
-        end = os.pread(descriptor, most, max(0, status.st_size - most)).decode(errors="replace")
-        return end.rpartition(LAUNCH_AGAIN)[2]
+        begin = max(since, status.st_size - most)
+        return os.pread(descriptor, most, begin).decode(errors="replace")
     except OSError:
         return ""
     finally:
         os.close(descriptor)
+
+
+def _of_launch(text: str, which: str) -> str:
+    """What a rank has printed in that launch: logs go on over launches and attempts."""
+    before, mark, after = text.rpartition(LAUNCH_BEGINS)
+    if not mark:
+        return before + after
+    named, _, said = after.partition("\n")
+    return said if named.strip() == which else ""
 
 
 def _with_last_words(
@@ -114,15 +129,24 @@ def _with_last_words(
     )
 
 
-def _with_output(facts: LaunchFacts, output_of: Callable[[int], Path | None]) -> LaunchFacts:
+def _with_output(
+    facts: LaunchFacts, output_of: Callable[[int], Path | None], which: str
+) -> LaunchFacts:
     lost = []
     for index, each in enumerate(facts.lost):
         path = output_of(each.rank) if index < _MOST_LOGS else None
-        lost.append(each if path is None else replace(each, output=tail_of(path)))
+        lost.append(
+            each if path is None else replace(each, output=_of_launch(tail_of(path), which))
+        )
     return replace(facts, lost=tuple(lost))
 
 
-def _newest_step(rows: tuple[AccountingRecord, ...]) -> tuple[AccountingRecord, ...]:
-    """The row of the step that was started last, if there is one."""
+def _newest_step(
+    rows: tuple[AccountingRecord, ...], since: datetime | None
+) -> tuple[AccountingRecord, ...]:
+    """The row of the launch's own step, if it is there: the last one, begun with the launch."""
     steps = [row for row in rows if row.step is not None and row.step not in _NOT_OURS]
+    if since is not None:
+        earliest = since - _CLOCKS
+        steps = [row for row in steps if row.start_time is not None and row.start_time >= earliest]
     return tuple(steps[-1:])

@@ -16,8 +16,10 @@ from pathlib import Path
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
+from slurm_forge.recovery.endings import is_cancelled
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
-from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.states import PENDING_LIKE, JobState
 
 __all__ = ["PATIENCE", "Comeback", "Ladder", "Taken"]
 
@@ -30,6 +32,8 @@ PATIENCE = timedelta(minutes=5)
 _REQUEUE = "scontrol requeue"
 _HOLD = "scontrol requeuehold"
 _FOUND = "found in the queue"
+_QUICK = timedelta(seconds=3)
+_RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
 _LONGEST_COMMENT = 200
 
 
@@ -43,6 +47,16 @@ class Taken(str, Enum):
     HELD = "held"
     #: Out of the queue: held by its journal alone.
     REST = "hold"
+    #: Not at all: somebody has cancelled the job meanwhile.
+    CANCELLED = "cancelled"
+
+
+class _Settled(Enum):
+    """What somebody else has made of the job."""
+
+    WAITS = 1
+    RUNS = 2
+    CANCELLED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,8 @@ class Ladder:
     """Brings one job back, or holds it.  ``fence`` raises once a newer attempt owns the run.
 
     ``restart_count`` is that of the start we are in.  ``patience`` is how long a controller that
-    does not answer is asked again.
+    does not answer is asked again.  ``successor`` is one that an earlier start of this job has
+    submitted.
     """
 
     def __init__(
@@ -69,6 +84,7 @@ class Ladder:
         journal: JournalWriter,
         fence: Callable[[], None],
         restart_count: int = 0,
+        successor: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         patience: timedelta = PATIENCE,
@@ -79,6 +95,9 @@ class Ladder:
         self._journal = journal
         self._fence = fence
         self._restart_count = restart_count
+        self._known_successor = successor
+        #: For questions whose answer can be done without.
+        self._quick = slurm.with_timeout(_QUICK) if isinstance(slurm, SubprocessSlurm) else slurm
         self._sleep = sleep
         self._clock = clock
         self._patience = patience.total_seconds()
@@ -86,24 +105,27 @@ class Ladder:
     def climb(
         self,
         reason: str,
-        update: JobUpdate | None = None,
+        update: JobUpdate | Callable[[], JobUpdate | None] | None = None,
         *,
         wait: timedelta = timedelta(0),
-        arguments: Sequence[str] = (),
+        arguments: Sequence[str] | Callable[[], Sequence[str]] = (),
     ) -> Comeback:
         """Requeue, or submit a successor where that can't work.  Idempotent; raises only a fence.
 
         ``update`` is applied to the pending job (excluded nodes, memory) once it is in the queue;
-        ``arguments`` are the same for the sbatch of a successor.  It does not start before ``wait``
-        is over.
+        ``arguments`` are the same for the sbatch of a successor: both are asked for only then, when
+        no time is lost by it.  It does not start before ``wait`` is over.  A job that was cancelled
+        meanwhile is left alone.
         """
-        self._fence()
+        self._check_fence()
         self._note(RequeueIntended(job=self._job, method=_REQUEUE, reason=reason))
-        back = self._already_back()
-        if back is not None:
-            return self._came_back(back, _FOUND, update, wait)
-        self._fence()  # Slurm may have taken its time to answer
-        reply = self._persist(self._slurm.requeue)
+        settled = self._settled()
+        if settled is not None:
+            return self._found(settled, update, wait)
+        self._check_fence()  # Slurm may have taken its time to answer
+        reply, settled = self._persist(self._slurm.requeue)
+        if settled is not None:
+            return self._found(settled, update, wait)
         if reply.in_queue:
             return self._came_back(reply.outcome.value, _REQUEUE, update, wait)
         text = " ".join(reply.stderr.split()) or reply.outcome.value
@@ -117,62 +139,97 @@ class Ladder:
         Where Slurm refuses that, the run rests out of the queue: that it is held, and why, is in
         its journal in any case.
         """
-        self._fence()
-        # Before Slurm is asked, because it ends us; whoever releases the job is believed by this.
-        held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
-        self._note(held)
-        unsure = False
-
-        def ask(job: str) -> RequeueReply:
-            nonlocal unsure
-            if unsure:
-                self._note(held)
-            reply = self._slurm.requeue_hold(job)
-            unsure = reply.outcome is RequeueOutcome.UNREACHABLE
-            if unsure:
-                # Without an answer a start by Slurm must not be taken for somebody's release.
-                self._note(RequeueFailed(job=job, method=_HOLD, reason=reply.stderr))
-            return reply
-
-        reply = self._persist(ask)
-        if not reply.in_queue:
-            text = " ".join(reply.stderr.split()) or reply.outcome.value
-            if not unsure:
-                self._note(RequeueFailed(job=self._job, method=_HOLD, reason=text))
-            return Comeback(Taken.REST, text)
-        if reply.outcome is RequeueOutcome.ALREADY_PENDING:
-            # Somebody has requeued it meanwhile: it would start again.
-            with contextlib.suppress(SlurmCommandError):
-                self._slurm.hold(self._job)
+        self._check_fence()
         line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
-            self._slurm.update_job(self._job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+            self._quick.update_job(self._job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+        held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
+        # Before Slurm is asked, because it ends us.
+        self._note(held)
+        reply, settled = self._persist(self._slurm.requeue_hold)
+        if settled is _Settled.CANCELLED:
+            return Comeback(Taken.CANCELLED, "the job was cancelled")
+        if reply.outcome is RequeueOutcome.ALREADY_PENDING and not self._hold_pending():
+            # Somebody has requeued it meanwhile, and it would start again.
+            reply = RequeueReply(RequeueOutcome.REFUSED, "it waits in the queue, and can't be held")
+        if not reply.in_queue:
+            text = " ".join(reply.stderr.split()) or reply.outcome.value
+            self._note(RequeueFailed(job=self._job, method=_HOLD, reason=text))
+            return Comeback(Taken.REST, text)
+        # Whoever releases the job is believed by this: without it Slurm may have started it itself.
+        self._note(replace(held, confirmed=True))
         return Comeback(Taken.HELD, reply.outcome.value)
 
-    def _already_back(self) -> str | None:
-        """Where the job is if it was started anew, or put back into the queue, since we began.
+    def _hold_pending(self) -> bool:
+        """Hold a job that waits already."""
+        for last in (False, True):
+            try:
+                self._slurm.hold(self._job)
+            except SlurmCommandError:
+                if not last:
+                    self._sleep(_BETWEEN_S)
+            else:
+                return True
+        return False
 
-        Somebody else's requeue is as good as ours; a second one would end the new start, and undo
-        whatever anybody has wanted of the job since.
+    def _settled(self, *, again: bool = False) -> _Settled | None:
+        """What somebody else has made of the job since we began, as far as Slurm answers quickly.
+
+        Somebody else's requeue is as good as ours: a second one would end the new start.  And a job
+        that was cancelled is not to be revived; ``again``: we know that nobody else had ended it.
         """
-        with contextlib.suppress(SlurmCommandError):
-            record = self._slurm.show_job(self._job)
-            if record is not None and record.restarts > self._restart_count:
-                return f"in the queue already ({record.state.value}, Restarts={record.restarts})"
-        return None
+        try:
+            record = self._quick.show_job(self._job)
+        except SlurmCommandError:
+            return None
+        if record is None:
+            return None
+        if record.restarts <= self._restart_count:
+            ended = is_cancelled(record) if again else record.state is JobState.CANCELLED
+            return _Settled.CANCELLED if ended else None
+        if record.state is JobState.CANCELLED:
+            return _Settled.CANCELLED
+        return _Settled.RUNS if record.state in _RUNS else _Settled.WAITS
+
+    def _found(
+        self,
+        settled: _Settled,
+        update: JobUpdate | Callable[[], JobUpdate | None] | None,
+        wait: timedelta,
+    ) -> Comeback:
+        if settled is _Settled.CANCELLED:
+            self._note(RequeueFailed(job=self._job, method=_REQUEUE, reason="it was cancelled"))
+            return Comeback(Taken.CANCELLED, "the job was cancelled")
+        # What runs is not to be changed: NumNodes would take nodes away from it.
+        changes = update if settled is _Settled.WAITS else None
+        return self._came_back("in the queue already", _FOUND, changes, wait)
 
     def _came_back(
-        self, text: str, method: str, update: JobUpdate | None, wait: timedelta
+        self,
+        text: str,
+        method: str,
+        update: JobUpdate | Callable[[], JobUpdate | None] | None,
+        wait: timedelta,
     ) -> Comeback:
         self._note(RequeueDone(job=self._job, method=method))
-        self._update(self._job, _waiting(update, wait))
+        changes = update() if callable(update) else update
+        self._update(self._job, _waiting(changes, wait))
         return Comeback(Taken.REQUEUED, text)
 
-    def _persist(self, ask: Callable[[str], RequeueReply]) -> RequeueReply:
+    def _check_fence(self) -> None:
+        """Raise where a newer attempt is known.  A failing storage is no reason not to ask Slurm.
+
+        What is asked of Slurm is idempotent, and a new start claims the run before it trains.
+        """
+        with contextlib.suppress(OSError):
+            self._fence()
+
+    def _persist(self, ask: Callable[[str], RequeueReply]) -> tuple[RequeueReply, _Settled | None]:
         """The answer to a request that may be asked again while it can help.
 
         A request of which the answer was lost may have been carried out: then the job is pending,
-        which is an answer, or we are ended.
+        which is an answer, or we are ended.  Before each further try it is looked whether somebody
+        has settled the matter.
         """
         until = self._clock() + self._patience
         pause = _BETWEEN_S
@@ -182,30 +239,57 @@ class Ladder:
             if reply.outcome is RequeueOutcome.TRY_AGAIN and busy < _TRIES:
                 busy += 1
             elif reply.outcome is not RequeueOutcome.UNREACHABLE or self._clock() >= until:
-                return reply
+                return reply, None
             self._sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self._fence()
+            self._check_fence()
+            settled = self._settled(again=True)
+            if settled is not None:
+                return reply, settled
 
     def _succeed(
-        self, why: str, update: JobUpdate | None, wait: timedelta, arguments: Sequence[str]
+        self,
+        why: str,
+        update: JobUpdate | Callable[[], JobUpdate | None] | None,
+        wait: timedelta,
+        arguments: Sequence[str] | Callable[[], Sequence[str]],
     ) -> Comeback:
         """A new job with the same script, which starts when this one has ended."""
         method = "sbatch --dependency=afterany"
         if self._script is None:
             return self._left_open(_REQUEUE, why)
+        earlier = self._successor()
+        if earlier is not None:
+            self._note(RequeueDone(job=self._job, method=_FOUND, successor=earlier))
+            return Comeback(Taken.SUCCESSOR, f"{why}; successor {earlier} waits already")
         self._note(RequeueIntended(job=self._job, method=method, reason=why))
         # What the script says of its beginning was meant for the first start.
         begin = f"now+{int(wait.total_seconds())}" if wait > timedelta(0) else "now"
-        options = [f"--dependency=afterany:{self._job}", f"--begin={begin}", *arguments]
+        given = arguments() if callable(arguments) else arguments
+        options = [f"--dependency=afterany:{self._job}", f"--begin={begin}", *given]
         try:
             successor = self._submit(self._script, options)
         except SlurmCommandError as error:
             return self._left_open(method, str(error))
         self._note(RequeueDone(job=self._job, method=method, successor=successor))
-        if not arguments:
-            self._update(successor, update)
+        if not given:
+            self._update(successor, update() if callable(update) else update)
         return Comeback(Taken.SUCCESSOR, f"{why}; successor {successor}")
+
+    def _successor(self) -> str | None:
+        """A successor of this job that waits already: from 24.05 on Slurm requeues a job that exits
+        in its grace time, and each such start would add one more.
+        """
+        if self._known_successor is None:
+            return None
+        try:
+            record = self._quick.show_job(self._known_successor)
+        except SlurmUnreachableError:
+            return self._known_successor  # nobody can tell: one too few is found by reconcile
+        except SlurmCommandError:
+            return None
+        waits = record is not None and record.state in PENDING_LIKE
+        return self._known_successor if waits else None
 
     def _submit(self, script: Path, options: Sequence[str]) -> str:
         """One successor.  A second try only where it is sure that the first made none."""
@@ -220,7 +304,7 @@ class Ladder:
                     raise
             self._sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self._fence()
+            self._check_fence()
 
     def _left_open(self, method: str, text: str) -> Comeback:
         self._note(RequeueFailed(job=self._job, method=method, reason=text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,19 +10,29 @@ from pathlib import Path
 
 from slurm_forge.slurm.environment import SlurmEnvironment
 
-__all__ = ["RankOutput", "own_output"]
+__all__ = ["Output", "RankOutput", "own_output"]
 
 _ERRORS = ("--error", "-e")
 _OUTPUT = ("--output", "-o")
 
 
-def own_output() -> Path | None:
-    """The file that this process writes its errors to; None where that is none."""
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A file, and where in it what counts begins, in bytes."""
+
+    path: Path
+    since: int = 0
+
+
+def own_output() -> Output | None:
+    """The file that this process writes its errors to, from here on; None where that is none."""
     try:
         target = Path("/proc/self/fd/2").readlink()
+        if not target.is_absolute() or not target.is_file():
+            return None
+        return Output(target, os.fstat(2).st_size)
     except OSError:
         return None
-    return target if target.is_absolute() and target.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)

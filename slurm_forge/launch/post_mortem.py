@@ -10,6 +10,7 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
+from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import Ending, cause_of_ending
 from slurm_forge.run_directory import Claim, Fence, RunDirectory
@@ -70,6 +71,9 @@ def post_mortem(
             state,
             incident,
             batch_coupled=job.batch_coupled,
+            mem=memory_asked(job, ending.record),
+            time=time_asked(job, ending.record),
+            nodes=state.plan.nodes or nodes_asked(job),
             now=now,
             allocation=False,
         )
@@ -85,7 +89,8 @@ def _ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> Ending:
         started=datetime.fromtimestamp(last.started, tz=timezone.utc),
         host=last.nodes[0] if last.nodes else "its node",
         step=None if launch is None else launch.step,
-        restarted=last.job == claim.job,
+        # A machine without Slurm starts nothing by itself.
+        restarted=last.job == claim.job and slurm is not None,
         notices=[f"{notice.what} ({notice.source})" for _, notice in last.notices],
     )
     if slurm is None:

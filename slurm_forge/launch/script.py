@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -151,7 +152,9 @@ def _last(script: str, option: str) -> str:
 
 
 def render(file: RunFile, site: Site, run: RunDirectory) -> str:
-    """The script that ``submit`` hands to sbatch."""
+    """The script that ``submit`` hands to sbatch; ``ConfigError`` for a setup that undoes it."""
+    refuse_traps(site.setup, f"the setup of the site {site.name}")
+    refuse_traps(file.job.setup, "setup")
     command = [file.python, "-m", "slurm_forge.launch.supervise", str(run.path), "--via", "sbatch"]
     return (
         _templates()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,23 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 _SHOWN_DIFFERENCES = 10
 #: What of a job may be another at a later start: nothing that is computed follows from it.
 _MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "lead", "inject")
+#: And of its resources: not how many ranks there are, nor what each of them has.
+_RESOURCES = (
+    "mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist",
+    "reservation", "extra",
+)  # fmt: skip
 
 
 def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> RunFile:
     """Take over what a job file at ``path`` says otherwise than the run was begun with.
 
-    ``ConfigError`` where that is more than how the run is kept alive.
+    ``ConfigError`` where that is more than how the run is kept alive and what it asks of Slurm.
     """
-    kept = file.job.model_copy(update={key: getattr(now, key) for key in _MAY_CHANGE})
+    wanted = {key: getattr(now.resources, key) for key in _RESOURCES}
+    resources = file.job.resources.model_copy(update=wanted)
+    kept = file.job.model_copy(
+        update={**{key: getattr(now, key) for key in _MAY_CHANGE}, "resources": resources}
+    )
     refuse_other_job(run, kept, now, path)
     if file.job == now:
         return file
@@ -162,9 +172,12 @@ def keep_successor(run: RunDirectory, script: str) -> None:
     write_atomic(job_script(run), script.encode(), mode=0o700)
 
 
-def keep_payload(run: RunDirectory, pickle: bytes) -> None:
-    """Keep what submitit runs in the run's job, for its successors."""
-    write_atomic(payload(run), pickle)
+def keep_payload(run: RunDirectory, dump: Callable[[Path], object]) -> None:
+    """Keep what submitit runs in the run's job, for its successors; ``dump`` is submitit's own."""
+    with tempfile.TemporaryDirectory(dir=run.submissions, prefix=".dumped-") as folder:
+        written = Path(folder) / "submitted.pkl"
+        dump(written)
+        write_atomic(payload(run), written.read_bytes())
 
 
 def job_script(run: RunDirectory) -> Path:

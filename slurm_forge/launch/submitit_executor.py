@@ -16,7 +16,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from submitit.core import core, utils
 from submitit.slurm.slurm import SlurmExecutor
 
@@ -75,7 +74,7 @@ class ForgeExecutor(SlurmExecutor):
         runs = [self._as_run(delayed) for delayed in delayed_submissions]
         for run, delayed in zip(runs, delayed_submissions, strict=True):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
-            keep_payload(run, cloudpickle.dumps(delayed))
+            keep_payload(run, delayed.dump)
             note(run, UserAsked(verb="submit", user=person()))
         jobs = (
             [self._submit_one(delayed_submissions[0], runs[0])]

@@ -135,6 +135,13 @@ class _Stock:
             leave=_raise_in_main if self._in_process else None,
             lifeline=self._lifeline,
         )
+        if begun.verdict is not None:
+            Rendezvous("", "", 0).publish(self._run, self._key)
+            embedded.carry_out(begun.verdict)
+            raise ForgeError(
+                f"{self._run.name} does not go on: {embedded.reason}",
+                next_step=f"slurm-forge explain {self._run.name}",
+            )
         embedded.start()
         embedded.rendezvous.publish(self._run, self._key)
         result = self._worker.run_rank(

@@ -10,13 +10,14 @@ from typing import Any
 
 from submitit.core import utils
 
-from slurm_forge.errors import SubmissionError
+from slurm_forge.errors import ConfigError, SubmissionError
 from slurm_forge.launch.script import (
     guard_lines,
     refuse_several_jobs,
     start_lines,
     successor_lines,
 )
+from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.units import parse_slurm_duration
 
 __all__ = ["Array", "Successor", "batch_script"]
@@ -76,7 +77,12 @@ def batch_script(
     else:
         run = subject.run if isinstance(subject, Successor) else subject
         which, notes = [str(run)], shlex.quote(str(run / "submissions"))
-    setup = [guard_lines(notes), *(parameters.pop("setup", None) or [])]
+    given = list(parameters.pop("setup", None) or [])
+    try:
+        refuse_traps(given, "setup")
+    except ConfigError as error:
+        raise SubmissionError(error.message, next_step=error.next_step) from error
+    setup = [guard_lines(notes), *given]
     if isinstance(subject, Successor):
         first = [subject.pickle, folder]
         setup += [successor_lines(*first, first=subject.first, tasks=subject.tasks)]

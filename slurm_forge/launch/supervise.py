@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from signal import Signals
 
 from slurm_forge.control import Hub
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.files import read_trusted
+from slurm_forge.journal import RunState
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
     RELAUNCHING,
@@ -34,11 +36,13 @@ from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.ladder import Ladder, Taken
+from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.steps import StepProcess, srun_command
+from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.slurm_says import is_ending
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
@@ -51,6 +55,7 @@ __all__ = ["main", "supervise"]
 #: After the last words ranks leave at once; srun reports it a moment later.
 _SRUN_RETURNS_S = 5.0
 _SCRIPT = "job.sbatch"
+_LONGEST_PAUSE_S = 120.0
 #: Time is short, and no node is to blame.
 _URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 
@@ -112,6 +117,8 @@ def supervise(
     except FencedError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 0
+    except OSError as error:
+        return _stranded(slurm, environment, error)
     if isinstance(begun, Refusal):
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         return 0
@@ -123,6 +130,8 @@ def supervise(
         script=script,
         journal=begun.journal,
         fence=begun.fence,
+        successor=_successor_of(begun.state(), environment.job_ref),
+        patience=begun.file.job.recovery.limits.controller_patience,
     )
     try:
         back = ComingBack(
@@ -143,8 +152,28 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {error}\n")
         begun.end(TAKEN_OVER)
         return 0
+    except OSError as error:
+        return _stranded(slurm, environment, error)
     finally:
         watch.close()
+
+
+def _successor_of(state: RunState, job: str) -> str | None:
+    """The successor that an earlier start of this very job has submitted."""
+    done = [each for attempt in state.attempts for _, each in attempt.requeues]
+    return next((each.successor for each in reversed(done) if each.job == job), None)
+
+
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+    """The run directory can't be used: nothing of the run can be known, or written down."""
+    done = leave_to_slurm(
+        slurm,
+        environment.job_ref,
+        f"the run directory: {error}",
+        restart_count=environment.restart_count,
+    )
+    sys.stderr.write(f"slurm_forge: the run directory can't be used ({error}): {done}\n")
+    return 1
 
 
 class _Supervisor:
@@ -169,6 +198,9 @@ class _Supervisor:
         self._watch = watch
         self._back = back
         self._current = current
+        self._launched_at = datetime.now(timezone.utc)
+        #: What earlier starts of the job have left in the same file says nothing of this one.
+        self._own_output = own_output()
 
     def run(self) -> int:
         if self._attempt.verdict is not None:
@@ -183,7 +215,8 @@ class _Supervisor:
             staying = decision.action in RELAUNCHING and _may_stay(facts)
             if decision.cause not in _URGENT:
                 self._back.strike(decision)
-            if staying and not self._back.must_leave(decision):
+            long = decision.wait_s > _LONGEST_PAUSE_S  # the queue is cheaper to wait in
+            if staying and not long and not self._back.must_leave(decision):
                 self._leave(step)
                 self._current.wait(decision.wait_s)
                 continue
@@ -202,8 +235,9 @@ class _Supervisor:
                     job=self._environment.job_ref,
                     slurm=self._slurm,
                     output_of=RankOutput(self._payload, self._environment).path,
-                    batch_output=own_output(),
+                    batch_output=self._own_output,
                     restart_count=self._environment.restart_count,
+                    since=self._launched_at,
                 )
             )
         except RunDirectoryError as error:
@@ -240,6 +274,7 @@ class _Supervisor:
                 tasks=tasks,
                 again=attempt.launch > 1,
             )
+            self._launched_at = datetime.now(timezone.utc)
             step = StepProcess(command, variables)
             conductor = Conductor(
                 hub,
@@ -271,10 +306,8 @@ class _Supervisor:
         """Give the nodes back: requeue first where time is short, then end what is left."""
         outcome = decision.action.value
         if decision.action in REQUEUEING:
-            if decision.cause is Cause.ADMIN_REQUEUE:
-                outcome = Taken.REQUEUED.value
-            else:
-                outcome = self._back.come_back(decision).taken.value
+            urgent = decision.cause in _URGENT
+            outcome = self._back.come_back(decision, urgent=urgent).taken.value
         elif decision.action is Action.HOLD:
             outcome = self._back.hold(decision.reason).taken.value
         elif decision.action is Action.RAISE:
@@ -293,9 +326,12 @@ class _Supervisor:
 
 
 def _may_stay(facts: LaunchFacts) -> bool:
-    """Whether the allocation is still ours to start ranks in."""
-    asked = facts.rank_signals or facts.batch_signals or facts.due_time_limit
-    return not asked and not facts.stop_file
+    """Whether the allocation is still ours to start ranks in.
+
+    A signal that only ranks have heard proves nothing: srun sends it to the others when one fails.
+    """
+    wanted = facts.batch_signals or facts.due_time_limit or facts.stop_file
+    return not wanted and not is_ending(facts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -93,7 +93,7 @@ def planned_end(job: JobSpec, state: RunState) -> datetime | None:
     if limit is None or not state.attempts:
         return None
     began = datetime.fromtimestamp(state.attempts[-1].started, tz=timezone.utc)
-    return began + limit - _STARTED_BEFORE
+    return began + limit * state.plan.time_factor - _STARTED_BEFORE
 
 
 _STARTED_BEFORE = timedelta(seconds=10)

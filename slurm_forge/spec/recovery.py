@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from slurm_forge.documents import did_you_mean, wrong_key
+from slurm_forge.spec.limits import Limits
 from slurm_forge.spec.types import Count, Duration, Factor, Section, Steps
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
@@ -292,38 +293,6 @@ def _ladder(cause: Cause, description: str) -> Ladder:
         default_factory=lambda: _default_ladders()[cause], description=description
     )
     return field
-
-
-class Limits(Section):
-    """How far a run goes on by itself, whatever the ladders allow; then it is held.
-
-    A person who lets it go on starts every count anew.
-    """
-
-    known_as: ClassVar[Mapping[str, str]] = {
-        "no_progress": "attempts_without_progress", "attempts": "attempts_without_progress",
-        "without_progress": "attempts_without_progress",
-        "interruptions": "interruptions_without_progress",
-        "preemptions": "interruptions_without_progress", "max_starts": "starts",
-        "restarts": "starts", "restarts_per_day": "starts_per_day", "per_day": "starts_per_day",
-    }  # fmt: skip
-
-    attempts_without_progress: Count = Field(
-        default=3,
-        description="Attempts in a row that fail or reach the time limit without a checkpoint "
-        "past the ones before.",
-    )
-    interruptions_without_progress: Count = Field(
-        default=10,
-        description="Attempts in a row that end without such a checkpoint, whatever for: "
-        "preempted, requeued by an administrator, with a lost node, a silent service or a full "
-        "disk.",
-    )
-    starts_per_day: Count = Field(
-        default=200,
-        description="Starts of all ranks within 24 hours, in the same job or in the queue.",
-    )
-    starts: Count = Field(default=5000, description="Starts of all ranks in all.")
 
 
 class Recovery(Section):

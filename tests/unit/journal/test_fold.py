@@ -180,6 +180,37 @@ def test_an_intent_stays_open_until_it_is_done_or_overtaken() -> None:
     assert finished.state().open_intent is None
 
 
+def test_what_was_left_open_is_settled_by_a_person_and_not_by_a_late_answer() -> None:
+    story = Story().start().intend().tell(ev.AttemptEnded(outcome="open"))
+    story.launch = 1 << 30
+    late = story.submitted("42").state()  # of the start that has left it open
+    assert late.open_intent is not None and late.status is RunStatus.REQUEUED
+    again = story.submitted("999").state()
+    assert (again.status, again.open_intent, again.job) == (RunStatus.SUBMITTED, None, "999")
+    asked = Story().start().intend().tell(ev.UserAsked(verb="requeue", user="x"), "cli").state()
+    assert (asked.status, asked.open_intent) == (RunStatus.SUBMITTED, None)
+
+
+def test_nothing_runs_once_the_attempt_has_ended() -> None:
+    story = Story().start().progress(5).intend()
+    assert story.state().status is RunStatus.RUNNING
+    state = story.tell(ev.AttemptEnded(outcome="open")).state()
+    assert state.status is RunStatus.REQUEUED and state.open_intent is not None
+    (launch,) = state.attempts[0].launches
+    assert launch.ended == story.now
+
+
+def test_only_a_refused_hold_means_that_nothing_is_held() -> None:
+    held = ev.Held(job="42", restart_count=0, reason="x")
+    story = Story().start().decide(Action.HOLD, rung=None).tell(held)
+    sure = story.tell(replace(held, confirmed=True)).state().held
+    assert sure is not None and sure.confirmed
+    update = ev.RequeueFailed(job="42", method="scontrol update", reason="x")
+    assert story.tell(update).state().held is not None
+    refused = ev.RequeueFailed(job="42", method="scontrol requeuehold", reason="x")
+    assert story.tell(refused).state().held is None
+
+
 def test_an_attempt_remembers_what_it_went_through() -> None:
     story = Story().start().progress(5).commit(5)
     story.tell(ev.NoticeSeen(what="SIGTERM", source="rank 1"))

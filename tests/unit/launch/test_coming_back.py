@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -38,12 +39,12 @@ class Ladder:
     def climb(
         self,
         reason: str,
-        update: JobUpdate | None = None,
+        update: Callable[[], JobUpdate | None],
         *,
         wait: timedelta,
-        arguments: tuple[str, ...],
+        arguments: Callable[[], tuple[str, ...]],
     ) -> Comeback:
-        self.update, self.wait, self.arguments = update, wait, arguments
+        self.update, self.wait, self.arguments = update(), wait, arguments()
         return Comeback(Taken.REQUEUED, reason)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.launch.evidence import gathered, tail_of
-from slurm_forge.launch.outputs import RankOutput
+from slurm_forge.launch.outputs import Output, RankOutput
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -45,6 +45,7 @@ class Asked:
                 job_id=7,
                 state=JobState.CANCELLED,
                 state_text="CANCELLED",
+                start_time=NOW - timedelta(hours=1),
             )
             for step in (None, "batch", "0", "1")
         )
@@ -83,11 +84,46 @@ def test_a_slurm_that_does_not_answer_is_no_error(run: RunDirectory) -> None:
 
 def test_the_output_of_lost_ranks_is_read(run: RunDirectory, tmp_path: Path) -> None:
     log = tmp_path / "7_1_log.err"
-    log.write_text("x" * 100_000 + "the end")
+    log.write_text("x" * 100_000 + "\nslurm_forge: launch 1.1\nthe end")
     facts = look(LOST, run, Asked(), output_of=lambda rank: log if rank == 1 else None)
     outputs = [each.output for each in facts.lost]
     assert outputs[0] == outputs[2] == ""
-    assert outputs[1].endswith("the end") and len(outputs[1]) < 100_000
+    assert outputs[1] == "the end"
+
+
+@pytest.mark.parametrize("which", ["1.2", "2.1", "11.1"])
+def test_what_another_launch_has_left_in_a_log_is_not_this_ones(
+    run: RunDirectory, tmp_path: Path, which: str
+) -> None:
+    log = tmp_path / "7_1_log.err"
+    log.write_text(f"slurm_forge: launch {which}\nCUDA out of memory\n")
+    facts = look(LOST, run, Asked(), output_of=lambda _: log)
+    assert {each.output for each in facts.lost} == {""}
+
+
+def test_what_earlier_starts_left_in_the_batch_output_is_not_read(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    log = tmp_path / "job.out"
+    log.write_text("*** JOB 7 ON n1 CANCELLED AT x DUE TO JOB REQUEUE ***\n")
+    output = Output(log, since=log.stat().st_size)
+    with log.open("a") as file:
+        file.write("mine\n")
+    seen = LaunchFacts(now=NOW, batch_signals=("SIGTERM",))
+    assert look(seen, run, Asked(), batch_output=output).batch_text == "mine\n"
+
+
+def test_the_row_of_an_earlier_step_is_not_this_launchs(run: RunDirectory) -> None:
+    begun = datetime(2026, 11, 21, 11, 0, 0, tzinfo=timezone.utc)
+    early = look(LOST, run, Asked(), since=begun + timedelta(hours=1))
+    assert early.rows == ()
+    assert [row.step for row in look(LOST, run, Asked(), since=begun).rows] == ["1"]
+
+
+def test_where_somebody_wants_the_nodes_no_time_is_lost_by_questions(run: RunDirectory) -> None:
+    slurm = Asked()
+    look(replace(LOST, rank_signals=("SIGTERM",)), run, slurm)
+    assert slurm.questions == []
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -156,16 +156,18 @@ def test_what_slurm_does_not_know_to_be_back_is_requeued(
 
 def test_a_hold_that_slurm_has_not_answered_is_not_believed(run: RunDirectory) -> None:
     """Slurm may start the job by itself, and nobody has released anything."""
-    held: list[bool] = []
+    sure: list[bool] = []
 
     class Looking(ScriptedSlurm):
         def requeue_hold(self, job: str) -> RequeueReply:
-            held.append(fold(read_journal(run)[0]).held is not None)
+            held = fold(read_journal(run)[0]).held
+            sure.append(held is not None and held.confirmed)
             return super().requeue_hold(job)
 
     replies = [RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED]
     assert climb(run, Looking(list(replies)), hold="why").taken is Taken.HELD
-    assert held == [True, True] and fold(read_journal(run)[0]).held is not None
+    held = fold(read_journal(run)[0]).held
+    assert sure == [False, False] and held is not None and held.confirmed
     silent = ScriptedSlurm([RequeueOutcome.UNREACHABLE])
     assert climb(run, silent, hold="why").taken is Taken.REST
     assert fold(read_journal(run)[0]).held is None
@@ -218,17 +220,96 @@ def test_a_run_that_is_held_waits_in_the_queue_with_the_reason_beside_it(
     slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
     assert climb(run, slurm, hold="app_error: the same\nerror twice").taken is Taken.HELD
     assert slurm.asked == [
-        "requeuehold 42",
         "update 42 Comment=slurm_forge: app_error: the same error twice",
+        "requeuehold 42",
     ]
     held = fold(read_journal(run)[0]).held
     assert held is not None and (held.job, held.restart_count) == ("42", 3)
+    assert held.confirmed
 
 
 def test_a_job_that_was_requeued_meanwhile_is_held_all_the_same(run: RunDirectory) -> None:
     slurm = ScriptedSlurm([RequeueOutcome.ALREADY_PENDING])
     assert climb(run, slurm, hold="why").taken is Taken.HELD
-    assert slurm.asked == ["requeuehold 42", "hold 42", "update 42 Comment=slurm_forge: why"]
+    assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
+
+
+def test_a_job_that_can_not_be_held_does_not_count_as_held(run: RunDirectory) -> None:
+    """It starts again, and that start must not be taken for somebody's release."""
+
+    class Stubborn(ScriptedSlurm):
+        def hold(self, job: str) -> None:
+            super().hold(job)
+            raise SlurmCommandError(["scontrol"], 1, "no")
+
+    slurm = Stubborn([RequeueOutcome.ALREADY_PENDING])
+    assert climb(run, slurm, hold="why").taken is Taken.REST
+    assert fold(read_journal(run)[0]).held is None
+
+
+def test_a_job_that_is_cancelled_while_slurm_is_waited_for_stays_cancelled(
+    run: RunDirectory,
+) -> None:
+    ending = JobRecord(
+        job_id=42, name="x", state=JobState.COMPLETING, state_text="COMPLETING", restarts=3
+    )
+
+    class Cancelled(ScriptedSlurm):
+        def requeue(self, job: str) -> RequeueReply:
+            self.job = ending  # meanwhile
+            return super().requeue(job)
+
+    slurm = Cancelled([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED])
+    assert climb(run, slurm).taken is Taken.CANCELLED
+    assert slurm.asked == ["requeue 42"]
+    over = replace(ending, state=JobState.CANCELLED)
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=over)
+    assert climb(run, slurm).taken is Taken.CANCELLED
+    assert slurm.asked == []
+
+
+def test_the_new_start_of_a_job_is_not_changed(run: RunDirectory) -> None:
+    """NumNodes would take nodes away from it."""
+    begun = JobRecord(job_id=42, name="x", state=JobState.RUNNING, state_text="R", restarts=4)
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=begun)
+    assert climb(run, slurm, update=JobUpdate(num_nodes=1)).taken is Taken.REQUEUED
+    assert slurm.asked == []
+
+
+def test_a_storage_that_fails_does_not_keep_slurm_from_being_asked(run: RunDirectory) -> None:
+    def stale() -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    ladder = Ladder(
+        slurm,  # type: ignore[arg-type]
+        job="42",
+        script=None,
+        journal=JournalWriter(run, attempt=claim(run), writer="supervisor"),
+        fence=stale,
+    )
+    assert ladder.climb("storage").taken is Taken.REQUEUED
+
+
+def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> None:
+    waits = JobRecord(job_id=77, name="x", state=JobState.PENDING, state_text="PENDING")
+
+    class Knows(ScriptedSlurm):
+        def show_job(self, job: str) -> JobRecord | None:
+            return waits if job == "77" else None
+
+    slurm = Knows([RequeueOutcome.DISABLED])
+    ladder = Ladder(
+        slurm,  # type: ignore[arg-type]
+        job="42",
+        script=Path("job.sbatch"),
+        successor="77",
+        journal=JournalWriter(run, attempt=claim(run), writer="supervisor"),
+        fence=lambda: None,
+    )
+    assert ladder.climb("preempted").taken is Taken.SUCCESSOR
+    assert slurm.asked == ["requeue 42"]
+    assert fold(read_journal(run)[0]).job == "77"
 
 
 def test_that_it_is_held_is_on_disk_before_slurm_ends_us(run: RunDirectory) -> None:
@@ -249,7 +330,7 @@ def test_where_slurm_does_not_hold_it_the_run_rests_out_of_the_queue(
 ) -> None:
     slurm = ScriptedSlurm([reply])
     assert climb(run, slurm, hold="why").taken is Taken.REST
-    assert slurm.asked == ["requeuehold 42"], "a held run is not submitted again"
+    assert slurm.asked[1:] == ["requeuehold 42"], "a held run is not submitted again"
     assert fold(read_journal(run)[0]).held is None
 
 

@@ -78,9 +78,10 @@ def live(
     run = RunDirectory.at(folder / f"run-{seed}")
     spec = job_from_mapping({"name": run.name, "entry": "a.b:train", "resources": {"nodes": 2}})
     file = RunFile(submitted_from=str(folder), python=sys.executable, job=spec)
-    run.create(b"made\n")
+    run.create(file.to_yaml().encode())
     # Neither YAML nor templates are what this is about.
-    monkeypatch.setattr(attempt_module, "read_run_file", lambda path: file)
+    for module in (attempt_module, asked_back):
+        monkeypatch.setattr(module, "read_run_file", lambda path: file)
     life = Life(run, file, seed, weather)
     text = life.script.read_text()
     monkeypatch.setattr(submission, "render", lambda file, site, run: text)

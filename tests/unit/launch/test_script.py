@@ -134,3 +134,45 @@ def test_no_text_becomes_a_directive_or_a_command(
     event("rendered")
     assert runs_as(text, folder)[2] == str(run.path)
     assert {entry.name for entry in folder.iterdir()} == {"python", "job.sbatch"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trap 'rm -rf $TMP' EXIT",
+        "trap cleanup SIGTERM",
+        "mkdir x && trap 'a; b' ERR 0",
+        "if true; then trap - TERM; fi",
+        "trap EXIT",
+        "trap '\n  two lines\n' INT",
+        "# it's hard to read\ntrap 'x' USR2",
+    ],
+)
+def test_a_setup_that_takes_our_traps_is_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"a trap on .* replaces that of the batch script"
+    ) as told:
+        _with_setup(tmp_path, line)
+    assert "script of their own" in told.value.next_step
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trap 'x' RETURN",
+        "echo trap EXIT",
+        "trap -p EXIT",
+        "# trap 'x' EXIT",
+        "trap 'x' RETURN\nexport ERR=1",
+        "bash -c 'trap x EXIT; work'",
+        "module load trap; echo TERM",
+    ],
+)
+def test_other_traps_are_the_setup_s_own_business(tmp_path: Path, line: str) -> None:
+    assert line.splitlines()[0] in _with_setup(tmp_path, line)
+
+
+def _with_setup(folder: Path, line: str) -> str:
+    job = job_from_mapping({"name": "r", "entry": "a:b", "setup": line.splitlines()})
+    file = RunFile(submitted_from="/", python="python", job=job)
+    return render(file, Site(name="generic"), RunDirectory.at(folder / "r"))

@@ -188,12 +188,26 @@ def test_a_person_who_starts_it_again_has_decided(run: RunDirectory) -> None:
     assert state.attempts[0].incidents, "told all the same"
 
 
+def test_more_memory_is_asked_for_before_the_next_start_trains(tmp_path: Path) -> None:
+    """Slurm has started the job again with as much as was too little."""
+    run = RunDirectory.at(tmp_path / "hungry")
+    resources = {"mem": "4G", "time": "01:00:00"}
+    spec = job_from_mapping({"name": "hungry", "entry": "a.b:t", "resources": resources})
+    file = RunFile(submitted_from=str(tmp_path), python=sys.executable, job=spec)
+    run.create(file.to_yaml().encode())
+    trained(run)
+    after = start(run, Answers(ended="OUT_OF_MEMORY"), restarts=1)
+    assert isinstance(after, Attempt) and after.verdict is not None
+    assert after.verdict.action is Action.RAISE_MEM
+    assert state_of(run).attempts[-1].number == 1, "it does not begin"
+
+
 # -- a held job that somebody releases -------------------------------------------------------------
 
 
 def test_whoever_releases_a_held_job_lets_the_run_go_on(run: RunDirectory) -> None:
     attempt = trained(run)
-    attempt.journal.write(ev.Held(job="42", restart_count=0, reason="why"))
+    attempt.journal.write(ev.Held(job="42", restart_count=0, reason="why", confirmed=True))
     now = datetime.now(timezone.utc)
     facts = LaunchFacts(now=now, step=3, exit_status=1)
     while attempt.conclude(facts).action is not Action.HOLD:  # type: ignore[union-attr]
@@ -208,6 +222,16 @@ def test_whoever_releases_a_held_job_lets_the_run_go_on(run: RunDirectory) -> No
     assert state.asked is not None
 
 
+def test_a_hold_that_slurm_never_confirmed_is_nobodys_release(run: RunDirectory) -> None:
+    attempt = trained(run)
+    now = datetime.now(timezone.utc)
+    facts = LaunchFacts(now=now, step=3, exit_status=1)
+    while attempt.conclude(facts).action is not Action.HOLD:  # type: ignore[union-attr]
+        attempt.launch += 1
+    attempt.journal.write(ev.Held(job="42", restart_count=0, reason="why"))
+    assert start(run, restarts=1) is Refusal.AT_REST, "Slurm has started it by itself"
+
+
 # -- rank 0 stands in for a supervisor that is gone ------------------------------------------------
 
 
@@ -219,6 +243,7 @@ def stand_in(run: RunDirectory, slurm: Answers, attempt: int = 1, *, dead: bool 
         job="42",
         slurm=slurm,  # type: ignore[arg-type]
         lives=(lambda _: False) if dead else None,
+        pause=lambda _: None,
     )
 
 
@@ -250,11 +275,19 @@ def test_a_rank_brings_the_run_back_when_the_supervisor_is_gone(run: RunDirector
 @pytest.mark.parametrize("by", ["failed_node", "restarts"])
 def test_what_slurm_has_requeued_already_is_not_requeued_again(run: RunDirectory, by: str) -> None:
     trained(run)
-    values = {"failed_node": "n1"} if by == "failed_node" else {"restarts": 1}
+    values = {"restarts": 1} | ({"failed_node": "n1"} if by == "failed_node" else {})
     slurm = Answers(replace(RUNNING, **values))  # type: ignore[arg-type]
     stand_in(run, slurm)
     assert slurm.asked == []
     assert state_of(run).status is RunStatus.REQUEUED
+
+
+def test_a_node_that_failed_in_an_earlier_start_explains_nothing_now(run: RunDirectory) -> None:
+    trained(run)
+    gone = replace(RUNNING, state=JobState.COMPLETING, reason="JobLaunchFailure", failed_node="n7")
+    slurm = Answers(gone)
+    stand_in(run, slurm)
+    assert slurm.asked[0] == "requeue 42"
 
 
 def test_nothing_is_done_after_a_supervisor_that_ended_on_purpose(run: RunDirectory) -> None:

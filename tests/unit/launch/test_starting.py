@@ -22,6 +22,16 @@ BROKEN = "#!/bin/bash\necho 'ModuleNotFoundError: slurm_forge' >&2\nexit 1\n"
 WHOLE = '#!/bin/bash\n[ "$1" = -c ] || printf \'%s\\0\' started "$@"\n'
 #: Imports, and is gone when it is to be executed.
 VANISHING = '#!/bin/bash\nrm -- "$0"\n'
+#: Notes what it is asked, and answers from files; ``refused`` holds what it says no to.
+SCONTROL = """#!/bin/bash
+case "$*" in
+    "-o show job"*) cat "FOLDER/job" 2> /dev/null; exit ;;
+    "-o show partition"*) cat "FOLDER/partition" 2> /dev/null; exit ;;
+    "show hostnames"*) tr , "\\n" <<< "$3"; exit ;;
+esac
+printf "%s\\n" "$*" >> "FOLDER/asked"
+! grep -qsx -- "$1" "FOLDER/refused"
+"""
 
 
 @dataclass
@@ -53,7 +63,7 @@ class Node:
         commands = self.folder / "bin"
         commands.mkdir(exist_ok=True)
         scontrol = commands / "scontrol"
-        scontrol.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> "{self.folder}/asked"\n')
+        scontrol.write_text(SCONTROL.replace("FOLDER", str(self.folder)))
         sleep = commands / "sleep"
         sleep.write_text(f'#!/bin/bash\n[ "$1" = 77 ] && exec {_command("sleep")} 30\nexit 0\n')
         for each in (scontrol, sleep):
@@ -71,6 +81,13 @@ class Node:
             check=False,
             timeout=30,
         )
+
+    def slurm_says(self, *, nodes: int, excluded: str = "(null)", wanted: str = "(null)") -> None:
+        """What the job leaves out and asks for by name, and how many nodes its partition has."""
+        lists = f"ReqNodeList={wanted} ExcNodeList={excluded}"
+        (self.folder / "job").write_text(f"JobId=12 JobName=tiny {lists} NodeList=n3 \n")
+        partition = f"PartitionName=long TotalCPUs=8 TotalNodes={nodes} SelectTypeParameters=NONE\n"
+        (self.folder / "partition").write_text(partition)
 
     @property
     def asked(self) -> list[str]:
@@ -152,9 +169,105 @@ def test_a_setup_that_ends_the_script_is_told(node: Node, setup: list[str], told
     assert node.asked[-1] == "requeuehold 12"
 
 
-def test_the_command_of_the_setup_that_failed_before_is_named(node: Node) -> None:
+def test_where_the_setup_failed_is_told_and_no_secret_of_it(node: Node) -> None:
+    setup = ["set -e", "login() { return 5; }", "login --password sesame"]
+    done = node.execute(node.script(node.python(WHOLE), *setup))
+    line = 1 + (node.folder / "job.sbatch").read_text().splitlines().index(setup[2])
+    assert f"before that: status 5 in line {line}: login\n" in node.note()
+    assert "sesame" not in node.note() + done.stderr
+
+
+@pytest.mark.parametrize("line", ["TOKEN=sesame false", "/bin/false sesame", "false <<<sesame"])
+def test_no_word_but_the_first_is_told(node: Node, line: str) -> None:
+    done = node.execute(node.script(node.python(WHOLE), "set -e", line))
+    assert "before that: status 1 in line" in node.note()
+    assert "sesame" not in node.note() + done.stderr
+
+
+def test_an_earlier_failure_is_not_the_reason_for_a_later_one(node: Node) -> None:
     node.execute(node.script(node.python(BROKEN), "module() { return 5; }", "module load python"))
-    assert ": module load python" in node.note()
+    assert "ModuleNotFoundError" in node.note()
+    assert "before that" not in node.note()
+
+
+def test_what_the_setup_sources_may_not_take_the_traps_away(node: Node) -> None:
+    sourced = node.folder / "activate.sh"
+    sourced.write_text("trap 'echo bye' EXIT TERM\nexport script=$$\n")
+    ended = node.python("#!/bin/bash\nkill -TERM $script\n")
+    done = node.execute(node.script(ended, f"source '{sourced}'"))
+    assert done.returncode == 143
+    assert "Slurm ended it (SIGTERM)" in node.note()
+    assert "bye" not in done.stdout
+
+
+def test_a_check_that_takes_too_long_is_ended_and_told(node: Node) -> None:
+    script = node.script(node.python('#!/bin/bash\n[ "$1" != -c ] || exec tail -f /dev/null\n'))
+    text = script.read_text()
+    assert "timeout -k 10 300 " in text
+    short = text.replace("-k 10 300", "-k 1 1").replace("-ge 300", "-ge 1")
+    script.write_text(short)
+    node.execute(script)
+    assert "no answer in 300 seconds" in node.note()
+    assert node.asked[-1] == "requeuehold 12"
+
+
+# -- one broken node ------------------------------------------------------------------------------
+
+
+def test_a_broken_node_is_left_out_once_and_then_the_job_waits(node: Node) -> None:
+    node.slurm_says(nodes=4, excluded="n7")
+    script = node.script(node.python(None))
+    node.execute(script)
+    assert node.asked[1:] == ["requeue 12", "update JobId=12 ExcNodeList=n3,n7"]
+    assert "No such file or directory" in node.note()
+    assert "it goes to other nodes, once, away from n3" in node.note()
+    node.execute(script, SLURMD_NODENAME="n4")
+    assert node.asked[-1] == "requeuehold 12", "it is not the node"
+    assert "job 12 on n4" in node.note()
+
+
+def test_a_start_in_between_makes_it_a_first_failure_again(node: Node) -> None:
+    node.slurm_says(nodes=4)
+    script = node.script(node.python(None))
+    node.execute(script)
+    note = node.run.submissions / "not-started-12.txt"
+    os.utime(note, (1, 1))
+    os.utime(node.run.attempts, (2, 2))
+    node.execute(script, SLURMD_NODENAME="n4")
+    assert node.asked[-2:] == ["requeue 12", "update JobId=12 ExcNodeList=n4"]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"nodes": 1},
+        {"nodes": 3, "excluded": "n1"},
+        {"nodes": 4, "wanted": "n3"},
+    ],
+    ids=["its only node", "too few left", "asked for by name"],
+)
+def test_a_node_that_the_job_can_not_do_without_is_not_left_out(
+    node: Node, says: dict[str, object]
+) -> None:
+    node.slurm_says(**says)  # type: ignore[arg-type]
+    node.execute(node.script(node.python(None)), SLURM_JOB_NUM_NODES="2")
+    assert [line.split()[0] for line in node.asked] == ["update", "requeuehold"]
+
+
+def test_a_node_that_can_not_be_left_is_a_reason_to_wait(node: Node) -> None:
+    node.slurm_says(nodes=4)
+    (node.folder / "refused").write_text("requeue\n")
+    node.execute(node.script(node.python(None)))
+    assert node.asked[-1] == "requeuehold 12"
+
+
+def test_a_job_that_could_not_remember_does_not_go_round(node: Node) -> None:
+    node.slurm_says(nodes=4)
+    script = node.script(node.python(None))
+    (node.run.submissions / "not-started-12.txt").symlink_to("/dev/full")
+    node.execute(script)
+    assert "requeue 12" not in node.asked
+    assert node.asked[-1] == "requeuehold 12"
 
 
 def test_a_setup_that_fails_and_harms_nothing_is_nobody_s_business(node: Node) -> None:
@@ -165,7 +278,7 @@ def test_a_setup_that_fails_and_harms_nothing_is_nobody_s_business(node: Node) -
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_job_that_is_ended_in_its_setup_is_not_broken(node: Node, number: signal.Signals) -> None:
-    script = node.script(node.python(WHOLE), "touch begun", "sleep 77")
+    script = node.script(node.python(WHOLE), "bash -c 'touch begun; exec sleep 77'")
     process = subprocess.Popen(
         ["bash", str(script)], env=node.environ(), cwd=node.folder, start_new_session=True
     )
@@ -173,7 +286,7 @@ def test_a_job_that_is_ended_in_its_setup_is_not_broken(node: Node, number: sign
         time.sleep(0.01)
     os.killpg(process.pid, number)
     assert process.wait(20) == 143
-    assert not node.has_notes
+    assert f"Slurm ended it ({number.name}) before it had begun" in node.note()
     assert node.asked == [], "what was cancelled came back"
 
 
@@ -196,7 +309,7 @@ def test_the_teardown_comes_after_the_supervisor_also_when_the_job_is_ended(node
     node.run.create(b"x")
     lines = [
         guard_lines(f"'{node.folder}/runs'"),
-        start_lines("true", "{ touch begun; sleep 77; }", teardown=True),
+        start_lines("true", "bash -c 'touch begun; exec sleep 77'", teardown=True),
         "touch torn-down",
     ]
     script = node.folder / "job.sbatch"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
-from slurm_forge.journal import JournalWriter, RunStatus
+from slurm_forge.journal import JournalWriter, RunStatus, read_journal
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -19,10 +19,12 @@ from slurm_forge.journal.events import (
     Event,
     Held,
     RequeueIntended,
+    UserAsked,
 )
 from slurm_forge.launch import asked_back
 from slurm_forge.launch.asked_back import Brought, bring_back, reconcile
 from slurm_forge.launch.attempt import Refusal, begin
+from slurm_forge.launch.changes import Asked
 from slurm_forge.launch.script import leave_out
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import (
@@ -30,17 +32,19 @@ from slurm_forge.launch.submission import (
     job_script,
     keep_payload,
     keep_successor,
+    payload,
     run_state,
     submit_script,
 )
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
-from slurm_forge.slurm.records import JobRecord, QueueRecord
+from slurm_forge.slurm.client import JobUpdate
+from slurm_forge.slurm.records import JobRecord, PartitionRecord, QueueRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.decision import Action, Change, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 SITE = find_site("generic")
@@ -54,6 +58,8 @@ class Queue:
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     denied: bool = False
+    refuses: bool = False
+    nodes: str = "n[1-16]"
     #: How the run is at the moment of the release: what a start would find.
     found: list[RunStatus] = field(default_factory=list)
 
@@ -68,6 +74,17 @@ class Queue:
 
     def show_job(self, job: str) -> JobRecord | None:
         return self.jobs.get(job)
+
+    def show_partition(self, name: str) -> PartitionRecord | None:
+        return PartitionRecord(name=name, nodes=self.nodes)
+
+    def show_partitions(self) -> tuple[PartitionRecord, ...]:
+        return (PartitionRecord(name="long", nodes=self.nodes, is_default=True),)
+
+    def update_job(self, job: str, update: JobUpdate) -> None:
+        self.asked.append(" ".join(["update", job, *update.assignments()]))
+        if self.refuses:
+            raise SlurmCommandError(("scontrol",), 1, "Invalid node name specified")
 
     def queue(self, user: str) -> tuple[QueueRecord, ...]:
         return tuple(
@@ -249,7 +266,8 @@ def test_a_job_that_another_host_has_made_is_found(run: RunDirectory, queue: Que
 
 def test_a_run_of_submitit_goes_on_by_submitit_s_payload(run: RunDirectory, queue: Queue) -> None:
     held(run, in_queue=False)
-    keep_payload(run, b"pickle")
+    keep_payload(run, lambda path: path.write_bytes(b"pickle"))
+    assert payload(run).read_bytes() == b"pickle"
     keep_successor(run, "#!/bin/bash\n#SBATCH --exclude='n[1-3]'\npayload\n")
     assert back(run, queue, exclude=["n9"]).changed
     assert queue.asked == ["sbatch --exclude=n[1-3,9] job.sbatch"]
@@ -325,6 +343,169 @@ def test_a_person_does_not_wait_for_ever(
     )
     with pytest.raises(RunDirectoryError, match="still open"):
         reconcile(run, queue, sleep=[].append)  # type: ignore[arg-type]
+
+
+def decided(**more: object) -> DecisionTaken:
+    """Memory raised by half for the first time, n7 left out, a pause of ten minutes."""
+    body: dict[str, object] = {
+        "action": Action.RAISE_MEM,
+        "cause": Cause.HOST_OOM,
+        "incident_id": "1.1.1",
+        "reason": "out of memory",
+        "plan": RecoveryPlan(exclude_nodes=("n7",), mem_factor=1.5),
+        "changes": (Change("mem_factor", "1.0", "1.5"),),
+        "wait_s": 600.0,
+    }
+    return DecisionTaken(decision=Decision(**{**body, **more}))  # type: ignore[arg-type]
+
+
+def left_open(run: RunDirectory, **more: object) -> None:
+    intent = RequeueIntended(job="7", method="scontrol requeue", reason="out of memory")
+    attempted(run, decided(**more), intent, AttemptEnded(outcome="open"))
+
+
+WANTED = "ExcNodeList=n[1-2,5,7] MinMemoryNode=3072"
+
+
+def test_what_was_decided_with_the_intent_is_asked_for(run: RunDirectory, queue: Queue) -> None:
+    left_open(run)
+    queue.put(7, JobState.PREEMPTED, memory_per_node=2 << 30, excluded_nodes="n[1-2,5]")
+    queue.requeue = lambda job: (  # type: ignore[method-assign]
+        queue.asked.append("requeue 7") or RequeueReply(RequeueOutcome.REQUEUED, "")
+    )
+    assert reconcile(run, queue, clock=lambda: 181.0).changed  # type: ignore[arg-type]
+    assert queue.asked == ["requeue 7", f"update 7 {WANTED} StartTime=now+420"]
+
+
+def test_a_job_that_waits_already_is_given_what_was_decided(
+    run: RunDirectory, queue: Queue
+) -> None:
+    left_open(run)
+    queue.put(7, JobState.PENDING, memory_per_node=2 << 30, excluded_nodes="n[1-2,5]")
+    said = reconcile(run, queue, clock=lambda: 9e9).text  # type: ignore[arg-type]
+    assert queue.asked == [f"update 7 {WANTED}"], "the pause is over"
+    assert "MinMemoryNode=3072" in said
+
+
+def test_what_slurm_refuses_of_it_is_told(run: RunDirectory, queue: Queue) -> None:
+    left_open(run)
+    queue.put(7, JobState.PENDING)
+    queue.refuses = True
+    assert "refused" in reconcile(run, queue).text  # type: ignore[arg-type]
+
+
+def test_a_successor_is_given_what_was_decided(run: RunDirectory, queue: Queue) -> None:
+    left_open(run, wait_s=0.0)
+    keep_successor(run, "#!/bin/bash\n")
+    reconcile(run, queue)  # type: ignore[arg-type]
+    (line,) = [word for word in queue.asked if word.startswith("sbatch")]
+    assert "--exclude=n[1-2,7]" in line
+
+
+def test_a_job_that_was_cancelled_since_is_left_alone(run: RunDirectory, queue: Queue) -> None:
+    left_open(run)
+    queue.put(7, JobState.CANCELLED)
+    brought = reconcile(run, queue)  # type: ignore[arg-type]
+    assert (brought.job, brought.changed) == ("7", False)
+    assert "was cancelled since; slurm-forge requeue r lets the run go on" in brought.text
+    assert queue.asked == []
+
+
+# -- a plan that leaves too much out --------------------------------------------------------------
+
+
+def test_a_plan_of_many_nodes_makes_no_job_that_never_starts(
+    run: RunDirectory, queue: Queue
+) -> None:
+    plan = RecoveryPlan(exclude_nodes=tuple(f"n{number}" for number in range(3, 8)))
+    held(run, in_queue=False, plan=plan)
+    queue.nodes = "n[1-6]"
+    back(run, queue, exclude=("n6",))
+    # Of n1 to n6 the job leaves n1 and n2 out, the ledger n6: one is needed.
+    assert queue.asked == ["sbatch --exclude=n[1-4,6] job.sbatch"]
+
+
+def test_what_was_raised_already_is_not_raised_again(run: RunDirectory, queue: Queue) -> None:
+    attempted(run, decided(), AttemptEnded(outcome="requeued"))
+    queue.put(7, JobState.CANCELLED, memory_per_node=3 << 30)
+    back(run, queue)
+    assert "--mem=3072M" in queue.asked[0]
+
+
+# -- what a person asks for otherwise -------------------------------------------------------------
+
+ASKED = Asked(mem="64G", time="2-00:00:00", exclude="n9", partition="long")
+
+
+def test_a_held_job_is_changed_before_it_is_released(run: RunDirectory, queue: Queue) -> None:
+    held(run)
+    queue.put(7, JobState.PENDING, priority=0, reason="JobHeldUser", excluded_nodes="n5")
+    assert back(run, queue, asked=ASKED).text == "changed and released job 7, which was held"
+    assert queue.asked == [
+        "update 7 ExcNodeList=n[1-2,5,9] TimeLimit=2-00:00:00 MinMemoryNode=65536 Partition=long",
+        "release 7",
+    ]
+    kept = read_run_file(run.spec_file).job.resources
+    assert (kept.mem, kept.exclude, kept.partition) == (64 << 30, "n[1-2,9]", "long")
+    verbs = [r.event.verb for r in read_journal(run)[0] if isinstance(r.event, UserAsked)]
+    assert verbs[0].startswith("change resources.mem: was not given")
+    assert verbs[-1] == "requeue"
+
+
+def test_what_slurm_refuses_is_not_kept(run: RunDirectory, queue: Queue) -> None:
+    held(run)
+    queue.put(7, JobState.PENDING, priority=0, reason="JobHeldUser")
+    queue.refuses = True
+    before = run.spec_file.read_bytes()
+    with pytest.raises(SlurmCommandError):
+        back(run, queue, asked=ASKED)
+    assert run.spec_file.read_bytes() == before
+    assert run_state(run).status is RunStatus.HELD
+
+
+def test_a_waiting_job_that_nobody_holds_is_changed(run: RunDirectory, queue: Queue) -> None:
+    attempted(run)
+    queue.put(7, JobState.PENDING, priority=100)
+    assert back(run, queue, asked=Asked(mem="8G")).changed
+    assert queue.asked == ["update 7 MinMemoryNode=8192"]
+
+
+def test_a_run_that_left_the_queue_is_submitted_as_asked(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False, plan=RecoveryPlan(mem_factor=1.5))
+    back(run, queue, asked=ASKED)
+    script = job_script(run).read_text()
+    assert "#SBATCH --exclude=n[1-2,9]" in script
+    assert "#SBATCH --partition=long" in script
+    (line,) = queue.asked
+    said = line.split()[1:-1]
+    assert [word for word in said if word.startswith("--mem")][-1] == "--mem=65536M", "as it says"
+
+
+def test_a_run_of_submitit_is_submitted_as_asked(run: RunDirectory, queue: Queue) -> None:
+    held(run, in_queue=False)
+    keep_payload(run, lambda path: path.write_bytes(b"pickle"))
+    keep_successor(run, "#!/bin/bash\n#SBATCH --exclude='n[1-2]'\npayload\n")
+    back(run, queue, asked=ASKED)
+    (line,) = queue.asked
+    for word in ("--exclude=n[1-2,9]", "--mem=65536M", "--time=2-00:00:00", "--partition=long"):
+        assert word in line
+
+
+def test_a_job_that_runs_is_not_changed(run: RunDirectory, queue: Queue) -> None:
+    attempted(run)
+    queue.put(7, JobState.RUNNING)
+    before = run.spec_file.read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"can't be changed\n.*slurm-forge stop r"):
+        back(run, queue, asked=ASKED)
+    assert run.spec_file.read_bytes() == before
+
+
+def test_a_value_that_can_not_be_names_its_key(run: RunDirectory, queue: Queue) -> None:
+    held(run)
+    queue.put(7, JobState.PENDING, priority=0)
+    with pytest.raises(ConfigError, match=r"resources\.mem"):
+        back(run, queue, asked=Asked(mem="much"))
+    assert queue.asked == []
 
 
 # -- nodes that are left out ----------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""A job whose run directory can't be used: tried again later through Slurm alone, then held.
+
+Without the journal nothing can be counted but Slurm's own restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+
+from slurm_forge.errors import SlurmCommandError
+from slurm_forge.slurm.client import JobUpdate, Slurm
+
+__all__ = ["leave_to_slurm"]
+
+_LATER = timedelta(minutes=3)
+#: Storage that has not come back after so many starts is for a person to see to.
+_MOST_RESTARTS = 20
+_LONGEST_COMMENT = 200
+
+
+def leave_to_slurm(slurm: Slurm, job: str, reason: str, *, restart_count: int) -> str:
+    """Requeue the job for later, or hold it where that was tried often; what became of it."""
+    line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
+    with contextlib.suppress(SlurmCommandError):
+        slurm.update_job(job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+    if restart_count >= _MOST_RESTARTS:
+        reply = slurm.requeue_hold(job)
+        return "held" if reply.in_queue else f"not held: {reply.stderr}"
+    reply = slurm.requeue(job)
+    if not reply.in_queue:
+        return f"not requeued: {reply.stderr}"
+    with contextlib.suppress(SlurmCommandError):
+        slurm.update_job(job, JobUpdate(start_after=_LATER))
+    return "requeued"
