@@ -2,41 +2,114 @@
     `submissions`, `interpreter`, `command` and the like are shell text, quoted by the caller. -#}
 
 {% macro guard(submissions) -%}
-# Where the environment is broken, the job goes back into the queue and waits there, held, with a
-# note of what is wrong: whoever has repaired it releases the job (slurm-forge requeue).
+# Where the environment is broken, the job goes to another node once, and if it is broken there too
+# it goes back into the queue and waits there, held, with a note of what is wrong: whoever has
+# repaired it releases the job (slurm-forge requeue).
+forge_job=${SLURM_JOB_ID:-}
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    forge_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+forge_node=${SLURMD_NODENAME:-${HOSTNAME:-}}
+forge_folder={{ submissions }}
+forge_note=$forge_folder/not-started-$forge_job.txt
+forge_moves='it goes to other nodes, once, away from'
+forge_tell() {
+    {
+        printf '%s job %s on %s\n' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$forge_job" "$forge_node"
+        printf '%s\n' "$@"
+    } | (umask 077 && tee -a "$forge_note") >&2
+}
 not_started() {
     set +eu
-    trap '' TERM # Slurm ends a job that goes back into the queue
-    trap - EXIT
-    [ ! -e {{ submissions }}/../DONE ] || exit 0
-    local job=$SLURM_JOB_ID note pause
-    if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-        job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    trap '' HUP INT TERM USR1 USR2 # Slurm ends a job that goes back into the queue
+    trap - EXIT ERR
+    [ ! -e "$forge_folder/../DONE" ] || exit 0
+    local pause moved=
+    # A start that came to anything since has made it whole again.
+    if [ -f "$forge_note" ] && grep -qs "^$forge_moves " "$forge_note" &&
+        [ ! "$forge_folder/../attempts" -nt "$forge_note" ]; then
+        moved=1
     fi
-    note={{ submissions }}/not-started-$job.txt
-    {
-        printf '%s job %s on %s\n' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$job" \
-            "${SLURMD_NODENAME:-$HOSTNAME}"
-        printf '%s\n' "$@" ${forge_failed:+"before that: $forge_failed"}
-    } | (umask 077 && tee -a "$note") >&2
-    timeout 60 scontrol update JobId="$job" Comment="slurm_forge: not started, see $note"
+    forge_tell "$@" ${forge_failed:+"before that: $forge_failed"}
+    timeout 60 scontrol update JobId="$forge_job" \
+        Comment="slurm_forge: not started, see $forge_note"
+    [ -n "$moved" ] || forge_elsewhere
     for pause in 0 5 30; do
         sleep "$pause"
-        if timeout 60 scontrol requeuehold "$job"; then break; fi
+        if timeout 60 scontrol requeuehold "$forge_job"; then break; fi
     done
     exit 1
 }
+# Ends the script where the job can do without this node; one broken node must not hold every run.
+forge_elsewhere() {
+    local record out all pause
+    record=$(timeout 60 scontrol -o show job "$forge_job") || return 1
+    [[ $record == *' ReqNodeList=(null) '* && -n $forge_node ]] || return 1
+    out=$(sed -n 's/.* ExcNodeList=\([^ ]*\) .*/\1/p' <<< "$record")
+    case $out in
+        '') return 1 ;;
+        '(null)') out=$forge_node ;;
+        *) out=$out,$forge_node ;;
+    esac
+    all=$(timeout 60 scontrol -o show partition "${SLURM_JOB_PARTITION:-}" |
+        sed -n 's/.* TotalNodes=\([0-9]*\) .*/\1/p')
+    out=$(timeout 60 scontrol show hostnames "$out" | sort -u)
+    # Never so many that too few would be left.
+    [ "$((${all:-0} - $(grep -c . <<< "$out")))" -ge "${SLURM_JOB_NUM_NODES:-1}" ] || return 1
+    # Before Slurm is asked: a job that could not remember would go round for ever.
+    printf '%s %s\n' "$forge_moves" "$forge_node" >> "$forge_note" || return 1
+    tail -n 1 "$forge_note" >&2
+    timeout 60 scontrol requeue "$forge_job" || return 1
+    # A job that runs can't be given other nodes; and what asks may be ended along with us.
+    for pause in 0 1 5 10; do
+        sleep "$pause"
+        timeout 60 scontrol update JobId="$forge_job" ExcNodeList="${out//$'\n'/,}" && break
+    done
+    exit 1
+}
+# A job that is cancelled or preempted now is not broken.  It does not come back by itself unless
+# Slurm puts it back, and the journal knows nothing of this start.
+forge_ended() {
+    set +eu
+    trap '' HUP INT TERM USR1 USR2
+    forge_starting=
+    [ -e "$forge_folder/../DONE" ] || forge_tell \
+        "Slurm ended it (SIG$1) before it had begun: it was cancelled or preempted, or out of time"
+    exit 143
+}
+# The command may hold a password: no more of it than its first word.
+forge_remember() {
+    local word
+    read -r word _ <<< "$(sed -n "${2}p" -- "$3" 2> /dev/null)"
+    forge_failed="status $1 in line $2: ${word%%[!A-Za-z0-9_./-]*}"
+}
+forge_watch() {
+    trap 'forge_status=$?
+        [ -z "$forge_starting" ] || not_started "the script ended with status $forge_status"' EXIT
+    trap 'forge_remember "$?" "$LINENO" "${BASH_SOURCE[0]:-$0}"' ERR
+    local name
+    for name in HUP INT TERM USR1 USR2; do
+        trap "forge_ended $name" "$name"
+    done
+}
 forge_starting=1
-trap 'forge_status=$?
-    [ -z "$forge_starting" ] || not_started "the script ended with status $forge_status"' EXIT
-trap 'forge_failed="status $? in line $LINENO: $(sed -n "${LINENO}p" "$0")"' ERR
-# A job that is cancelled or preempted now is not broken.
-trap 'forge_starting=; exit 143' HUP INT TERM USR1 USR2
+forge_failed=
+forge_watch
 {%- endmacro %}
 
 {% macro start(interpreter, command, teardown=false) -%}
-# What is wrong is told here: after the exec nobody could.
-if ! forge_said=$({{ interpreter }} -c 'import slurm_forge.launch.supervise' 2>&1 < /dev/null); then
+# What is wrong is told here: after the exec nobody could.  What the setup has run may have set
+# traps of its own, and commands of it that failed are not the reason for what comes now.
+forge_watch
+forge_failed=
+forge_status=0
+forge_since=$SECONDS
+forge_said=$(timeout -k 10 300 {{ interpreter }} -c 'import slurm_forge.launch.supervise' \
+    2>&1 < /dev/null) || forge_status=$?
+if [ "$forge_status" != 0 ] && [ "$((SECONDS - forge_since))" -ge 300 ]; then
+    not_started 'no answer in 300 seconds (is a file system down?) from' \
+        {{ interpreter | shellquote }}
+elif [ "$forge_status" != 0 ]; then
     not_started 'this interpreter can not import slurm_forge:' {{ interpreter | shellquote }} \
         "$(tail -n 20 <<< "$forge_said")"
 fi

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["reconcile", "requeue", "save", "stop"]
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or the path of its folder.")
+    str,
+    typer.Argument(
+        metavar="RUN", help="Name of a run, the path of its folder, or the id of one of its jobs."
+    ),
 ]
 Runs = Annotated[
     Path | None,
@@ -48,23 +51,43 @@ def requeue(
         ),
     ] = None,
     runs: Runs = None,
+    mem: Annotated[
+        str | None, typer.Option("--mem", metavar="SIZE", help="Memory per node from now on: 64G.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", metavar="TIME", help="Time limit from now on: 2-00:00:00, 12h."),
+    ] = None,
+    exclude: Annotated[
+        str | None,
+        typer.Option("--exclude", metavar="NODES", help="Nodes to leave out as well: n[1-3]."),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option("--partition", metavar="NAME", help="Partition from now on."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Let a held, stopped or cancelled run go on.
 
-    A run that is alive stays as it is.
+    A run that is alive stays as it is.  --mem, --time, --exclude and --partition are what it
+    asks of Slurm from now on: they are kept in its run.yaml, and given to a job that waits.
+    A run that trains has to be stopped first.
 
-    Example:  slurm-forge requeue tiny-gpt
+    Example:  slurm-forge requeue tiny-gpt --mem 64G --exclude n3
     """
     from slurm_forge.cli.left_out import left_out_now
-    from slurm_forge.cli.places import find_run, reference, site_places
+    from slurm_forge.cli.places import reference, site_places
+    from slurm_forge.cli.run_of_job import meant
     from slurm_forge.errors import RunDirectoryError
     from slurm_forge.launch.asked_back import bring_back
+    from slurm_forge.launch.changes import Asked, changed
     from slurm_forge.launch.submission import run_state
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.run_file import read_run_file
 
-    found = find_run(run, runs)
+    found = meant(run, runs)
+    asked = Asked(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(found.spec_file)
     job = run_state(found).job
     if job and not job[0].isdigit() and not found.is_done():
@@ -74,8 +97,8 @@ def requeue(
         )
     chosen = site_places().load(site or file.site).site
     slurm = SubprocessSlurm.of_this_process()
-    out = left_out_now(slurm, file.job, chosen)
-    brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude)
+    out = left_out_now(slurm, changed(file.job, asked), chosen)
+    brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude, asked=asked)
     if brought.submitted:
         for said in out.notes:
             typer.echo(said, err=True)
@@ -88,11 +111,11 @@ def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
 
     Example:  slurm-forge reconcile tiny-gpt
     """
-    from slurm_forge.cli.places import find_run
+    from slurm_forge.cli.run_of_job import meant
     from slurm_forge.launch.asked_back import reconcile as carry_out
     from slurm_forge.slurm.client import SubprocessSlurm
 
-    found = find_run(run, runs)
+    found = meant(run, runs)
     brought = carry_out(found, SubprocessSlurm.of_this_process())
     _answer(found, brought, ".", as_json=json)
 
@@ -124,9 +147,10 @@ def stop(run: RunName, runs: Runs = None) -> None:
 
     Example:  slurm-forge stop tiny-gpt
     """
-    from slurm_forge.cli.places import find_run, reference
+    from slurm_forge.cli.places import reference
+    from slurm_forge.cli.run_of_job import meant
 
-    found = find_run(run, runs)
+    found = meant(run, runs)
     if found.is_done():
         typer.echo(f"{found.name} is finished already; nothing was asked.")
         return
@@ -143,9 +167,10 @@ def save(run: RunName, runs: Runs = None) -> None:
 
     Example:  slurm-forge save tiny-gpt
     """
-    from slurm_forge.cli.places import find_run, reference
+    from slurm_forge.cli.places import reference
+    from slurm_forge.cli.run_of_job import meant
 
-    found = find_run(run, runs)
+    found = meant(run, runs)
     if found.is_done():
         typer.echo(f"{found.name} is finished already; nothing was asked.")
         return

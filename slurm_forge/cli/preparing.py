@@ -8,6 +8,7 @@ from pathlib import Path
 from slurm_forge.errors import ConfigError, RunDirectoryError
 from slurm_forge.launch.entry_check import check_entry
 from slurm_forge.launch.script import options
+from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.submission import create_run, job_script, keep_successor, untouched
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -42,7 +43,10 @@ def check(path: Path) -> Checked:
 def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, RunFile]:
     """Make the run, or renew one that was made and never started (a refused submission)."""
     run = RunDirectory.at(runs / checked.job.name)
-    options(checked.job, site, run)  # raises what the site refuses, before anything is made
+    # What is refused is refused before anything is made.
+    options(checked.job, site, run)
+    refuse_traps(site.setup, f"the setup of the site {site.name}")
+    refuse_traps(checked.job.setup, "setup")
     if run.spec_file.is_file() and not untouched(run):
         raise RunDirectoryError(
             f"a run already lives in {run.path}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import sys
 from pathlib import Path
@@ -170,10 +171,13 @@ def test_a_broken_environment_holds_the_job_until_somebody_repairs_it(
     with environment(slurm):
         client = SubprocessSlurm.of_this_process()
         job = submit_script(run, file, site, client)
-        slurm.wait_for(lambda: _waits_held(client, job), 60, "the job to be held")
+        slurm.wait_for(lambda: _waits_held(client, job), 120, "the job to be held")
         note = (run.submissions / f"not-started-{job}.txt").read_text()
         assert f"job {job} on " in note
         assert "No such file or directory" in note
+        assert note.count(f"job {job} on ") == 2, "held at once, and other nodes not tried"
+        first, second = re.findall(rf"job {job} on (\S+)", note)
+        assert first != second
         assert stat.S_IMODE((run.submissions / f"not-started-{job}.txt").stat().st_mode) == 0o600
         record = client.show_job(job)
         assert record is not None
@@ -197,10 +201,10 @@ def test_a_setup_that_gives_up_holds_a_task_of_an_array_by_its_own_id(
     job = watched[1].job
     with environment(slurm):
         client = SubprocessSlurm.of_this_process()
-        slurm.wait_for(lambda: _waits_held(client, job), 60, "the task to be held")
+        slurm.wait_for(lambda: _waits_held(client, job), 120, "the task to be held")
     watched[0].wait_finished()
     note = (runs[1][0].submissions / f"not-started-{job}.txt").read_text()
-    assert "ls /no/such/module" in note
+    assert "before that: status 2 in line" in note
     assert not list(runs[0][0].submissions.glob("not-started-*"))
 
 
@@ -208,7 +212,9 @@ def test_a_cancel_while_the_setup_runs_is_no_broken_environment(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     flag = tmp_path / "in-setup"
-    run, file = made(tmp_path, "patience", partition="normal", setup=[f"touch {flag}", "sleep 60"])
+    run, file = made(
+        tmp_path, "patience", partition="normal", setup=[f"bash -c 'touch {flag}; exec sleep 60'"]
+    )
     with environment(slurm):
         client = SubprocessSlurm.of_this_process()
         job = submit_script(run, file, find_site("generic"), client)
@@ -218,7 +224,9 @@ def test_a_cancel_while_the_setup_runs_is_no_broken_environment(
         record = client.show_job(job)
     assert record is not None
     assert record.state is JobState.CANCELLED
-    assert not list(run.submissions.glob("not-started-*"))
+    # Bash hears of it when the command that runs has ended, which may be too late for a word.
+    for note in run.submissions.glob("not-started-*"):
+        assert "Slurm ended it" in note.read_text()
 
 
 def test_nodes_on_the_command_line_replace_those_of_the_script(

@@ -16,6 +16,7 @@ from slurm_forge.slurm.answers import RequeueOutcome
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import load_job
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import PretendSlurm, Shell
@@ -143,3 +144,49 @@ def test_requeue_and_reconcile_answer_as_json(
     assert (told["run"], told["job"], told["changed"]) == ("tiny-gpt", "8812301", True)
     nothing = json.loads(shell("reconcile", "tiny-gpt", "--json").stdout)
     assert (nothing["text"], nothing["changed"]) == ("nothing is open", False)
+
+
+def test_a_run_is_requeued_with_what_it_is_to_ask_for(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("requeue", "tiny-gpt", "--mem", "64G", "--time", "2-00:00:00", "--exclude", "n3")
+    assert result.exit_code == 0, result.stderr
+    ((_, args),) = slurm.submitted
+    assert "--mem=65536M" in args
+    script = (held.run.submissions / "job.sbatch").read_text()
+    assert "#SBATCH --exclude=n3" in script
+    assert "#SBATCH --time=2-00:00:00" in script
+    assert read_run_file(held.run.spec_file).job.resources.mem == 64 << 30
+
+
+def test_a_wrong_value_is_told_with_its_key(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("requeue", "tiny-gpt", "--time", "soon")
+    assert result.exit_code == 2
+    assert "resources.time" in result.stderr
+    assert slurm.submitted == []
+
+
+@pytest.mark.parametrize("verb", ["requeue", "stop", "save", "reconcile"])
+def test_a_run_is_meant_by_the_id_of_its_job_too(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, verb: str
+) -> None:
+    Scribe(shell.folder / "runs", name="another").begin(job="99")
+    result = shell(verb, "8812301")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("tiny-gpt: ")
+
+
+def test_a_job_of_no_run_is_told_as_that(shell: Shell, held: Scribe, slurm: PretendSlurm) -> None:
+    result = shell("requeue", "4711")
+    assert result.exit_code == 2
+    assert "has had the job 4711" in result.stderr
+    assert "--runs DIR" in result.stderr
+
+
+def test_a_run_whose_name_is_a_number_goes_first(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    Scribe(shell.folder / "runs", name="8812301")
+    assert shell("stop", "8812301").stdout.startswith("8812301: ")

@@ -77,3 +77,30 @@ def test_what_is_computed_may_not_change_along_with_it(tmp_path: Path) -> None:
     assert "args.max_steps" in str(caught.value)
     assert "keep_last" not in str(caught.value), "that would be taken"
     assert read_run_file(run.spec_file) == file
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        "mem: 64G",
+        "time: 2h",
+        "exclude: n3, partition: long, account: a, qos: q, constraint: c",
+        "nodelist: n4, reservation: r, extra: {licenses: x}",
+    ],
+)
+def test_what_the_run_asks_of_slurm_may_change(tmp_path: Path, resources: str) -> None:
+    run, file = begun(tmp_path)
+    now = from_yaml(JOB.replace("time: 1h", resources))
+    assert renew_run(run, file, now, Path("x.yaml")).job.resources == now.resources
+    assert read_run_file(run.spec_file).job == now
+
+
+@pytest.mark.parametrize("resources", ["nodes: 2", "tasks_per_node: 2", "gpus_per_node: 1"])
+def test_what_the_ranks_follow_from_may_not(tmp_path: Path, resources: str) -> None:
+    run, file = begun(tmp_path)
+    now = from_yaml(JOB.replace("time: 1h", f"time: 1h, mem: 64G, {resources}"))
+    with pytest.raises(ConfigError) as caught:
+        renew_run(run, file, now, Path("x.yaml"))
+    assert resources.split(":", maxsplit=1)[0] in str(caught.value)
+    assert "resources.mem" not in str(caught.value)
+    assert read_run_file(run.spec_file) == file

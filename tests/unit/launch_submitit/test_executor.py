@@ -114,7 +114,7 @@ not_started "the supervisor can not be executed (status $?)"
 """
     script = checked((submitted / "0").read_text())
     for name, first, last in (
-        ("GUARD", "# Where the environment", "USR1 USR2"),
+        ("GUARD", "# Where the environment", "forge_failed=\nforge_watch"),
         ("CHECK", "# What is wrong", "shopt -s execfail"),
     ):
         begin = script.index(first)
