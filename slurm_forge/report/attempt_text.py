@@ -84,7 +84,8 @@ class AttemptTeller:
     def _held(self, one: s.AttemptStory) -> Iterator[str]:
         """In full: that it was put into the queue, held, and with which words."""
         if self._full and one.held is not None:
-            done = "could not be held" if one.held.refused else "held"
+            done = "held" if one.held.confirmed else "asked Slurm to hold it"
+            done = "could not be held" if one.held.refused else done
             job, why = t.clean(one.held.job, 40), t.clean(one.held.reason, 400)
             yield f"  {self._at(one.held.time)}  {done} in the queue as job {job}: {why}"
 
@@ -93,7 +94,7 @@ class AttemptTeller:
         if one.job:
             yield f"job {t.clean(one.job, 40)}"
         if one.nodes:
-            yield t.nodes(one.nodes)
+            yield t.some_nodes(one.nodes)
         end = one.last_seen if one.ended is None and one.found_out is not None else one.ended
         yield t.period(one.started, end, self._now, self._zone)
         if one.waited_s is not None and one.waited_s >= 1:
@@ -360,7 +361,7 @@ def _where(incident: s.IncidentStory) -> str:
     if incident.rank is not None:
         parts.append(f"rank {t.number(incident.rank)}")
     if incident.hosts:
-        parts.append(f"on {t.nodes(incident.hosts)}")
+        parts.append(f"on {t.some_nodes(incident.hosts)}")
     return ", ".join(parts)
 
 

@@ -11,7 +11,16 @@ from slurm_forge.report.planned import in_words
 from slurm_forge.report.skipping import row_of
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["NEXT", "came_back", "consequences", "restart", "saves", "strike", "without_next"]
+__all__ = [
+    "NEXT",
+    "came_back",
+    "consequences",
+    "in_the_queue",
+    "restart",
+    "saves",
+    "strike",
+    "without_next",
+]
 
 _COMES_BACK = frozenset(
     {
@@ -38,6 +47,10 @@ NEXT = "; next: "
 _HOOK = ": on_instability: "
 #: What was to be changed on a job that is in the queue already.
 _UPDATE = "scontrol update"
+#: Who acts for a supervisor that was killed.
+_DEPUTY = "deputy"
+#: How Slurm's refusal of a hold begins where somebody else has requeued the job meanwhile.
+_STILL_WAITS = "it waits in the queue"
 _WORDS = {
     Action.WARN.value: "warned, went on",
     Action.SKIP.value: "went on",
@@ -79,9 +92,13 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
         if comeback.method == _UPDATE:
             continue
         if comeback.outcome == "done":
+            deputy = comeback.by == _DEPUTY
             if comeback.successor is not None:
-                return f"successor job {t.clean(comeback.successor, 40)} submitted"
-            return "requeued"
+                successor = f"job {t.clean(comeback.successor, 40)}"
+                if deputy:
+                    return f"rank 0 submitted successor {successor} in the supervisor's place"
+                return f"successor {successor} submitted"
+            return "rank 0 requeued it in the supervisor's place" if deputy else "requeued"
         if comeback.outcome == "failed":
             return "requeue left open"
     return "requeued" if attempt.outcome == "requeued" else ""
@@ -147,10 +164,10 @@ def _not_saved(run: s.RunStory, launch: s.LaunchStory) -> Iterator[str]:
 
 def strike(struck: s.StrikeStory, time: float, zone: tzinfo | None = None) -> str:
     """Nodes that were noted in the ledger at ``time``: what for, and how long they stay out."""
-    told = f"{t.nodes(struck.nodes)} struck ({t.clean(struck.cause, 40)})"
+    told = f"{t.some_nodes(struck.nodes)} struck ({t.clean(struck.cause, 40)})"
     if not struck.excluded:
         return told
-    who = "" if set(struck.excluded) == set(struck.nodes) else f"{t.nodes(struck.excluded)} "
+    who = "" if set(struck.excluded) == set(struck.nodes) else f"{t.some_nodes(struck.excluded)} "
     until = "" if struck.until is None else f" until {t.weekday(struck.until, time, zone)}"
     return f"{told}; {who}left out{until} (slurm-forge nodes list)"
 
@@ -189,8 +206,8 @@ def _done(
         why = without_next(decision.reason).removeprefix(f"{incident.cause}: ")
         yield f"held: {t.clean(why, 300)}"
         held = attempt.held
-        if last and held is not None and not held.refused:
-            yield f"in Slurm's queue as job {t.clean(held.job, 40)}, until it is released"
+        if last and held is not None:
+            yield in_the_queue(held)
     elif action not in _COMES_BACK:
         yield _WORDS.get(action, action)
     elif decision.in_process:
@@ -208,6 +225,18 @@ def _done(
             yield f"waits {t.span(decision.wait_s)} before the next start"
         elif decision.wait_s >= 1:
             yield f"the next start put off by {t.span(decision.wait_s)}"
+
+
+def in_the_queue(held: s.HeldStory) -> str:
+    """What became of the job of a run that is held, as far as its journal tells."""
+    job = t.clean(held.job, 40)
+    if held.refused:
+        why = t.clean(held.refusal, 160)
+        told = f"Slurm refused to hold job {job} in the queue{f': {why}' if why else ''}"
+        return told if held.refusal.startswith(_STILL_WAITS) else f"{told}; nothing waits there"
+    if held.confirmed:
+        return f"in Slurm's queue as job {job}, until it is released"
+    return f"asked Slurm to hold it in the queue as job {job}, until it is released"
 
 
 def _rolled_back(incident: s.IncidentStory, decision: s.DecisionStory) -> str:

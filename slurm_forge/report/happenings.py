@@ -26,7 +26,7 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
     event = record.event
     match event:
         case ev.AttemptStarted():
-            where = f" on {t.nodes(event.nodes)}" if event.nodes else ""
+            where = f" on {t.some_nodes(event.nodes)}" if event.nodes else ""
             return f"attempt {record.attempt}, job {t.clean(event.job, 40)}{where}"
         case ev.Resumed():
             if event.checkpoint is None:

@@ -123,14 +123,15 @@ class _Attempt:
             case ev.AttemptEnded():
                 self.ended, self.outcome = time, event.outcome
             case ev.RequeueIntended() | ev.RequeueDone() | ev.RequeueFailed():
-                self.comebacks.append(_comeback(event, time))
-                refused = isinstance(event, ev.RequeueFailed) and _HOLD in event.method
-                if refused and self.held is not None:
-                    self.held = replace(self.held, refused=True)
+                self.comebacks.append(_comeback(event, record))
+                if isinstance(event, ev.RequeueFailed):
+                    self._failed(event)
             case ev.NodesStruck():
                 self.struck.append(event)
             case ev.Held():
-                self.held = s.HeldStory(time=time, job=event.job, reason=event.reason)
+                self.held = s.HeldStory(
+                    time=time, job=event.job, reason=event.reason, confirmed=event.confirmed
+                )
             case ev.Note():
                 self.notes.append(event.text)
             case ev.ResumeCompared():
@@ -140,6 +141,10 @@ class _Attempt:
                 pass
             case _:
                 self._launch(record).hear(record)
+
+    def _failed(self, event: ev.RequeueFailed) -> None:
+        if _HOLD in event.method and self.held is not None:
+            self.held = replace(self.held, refused=True, refusal=event.reason)
 
     def _launch(self, record: Record) -> LaunchTelling:
         launch = self.launches.get(record.launch)
@@ -205,15 +210,16 @@ def _role(writer: str) -> str:
 
 
 def _comeback(
-    event: ev.RequeueIntended | ev.RequeueDone | ev.RequeueFailed, time: float
+    event: ev.RequeueIntended | ev.RequeueDone | ev.RequeueFailed, record: Record
 ) -> s.ComebackStory:
     done = isinstance(event, ev.RequeueDone)
     failed = isinstance(event, ev.RequeueFailed)
     return s.ComebackStory(
-        time=time,
+        time=record.time,
         outcome="done" if done else "failed" if failed else "intended",
         method=event.method,
         job=event.job,
         successor=event.successor if isinstance(event, ev.RequeueDone) else None,
         reason="" if isinstance(event, ev.RequeueDone) else event.reason,
+        by=_role(record.writer),
     )

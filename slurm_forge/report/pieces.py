@@ -159,7 +159,10 @@ class LoggedFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComebackStory:
-    """A request to come back: ``outcome`` is ``intended``, ``done`` or ``failed``."""
+    """A request to come back: ``outcome`` is ``intended``, ``done`` or ``failed``.
+
+    ``by`` is who asked: ``supervisor``, ``deputy`` (rank 0 in its place), ``cli`` (a person).
+    """
 
     time: float
     outcome: str
@@ -167,16 +170,23 @@ class ComebackStory:
     job: str
     successor: str | None
     reason: str
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldStory:
-    """The job was put back into the queue, held; ``refused``: Slurm did not take that."""
+    """Slurm was asked to put the job back into the queue, held.
+
+    ``confirmed``: it said that it did; ``refused``: it did not take that, and ``refusal`` says why.
+    With neither, its answer was not heard: the hold ends whoever asks for it.
+    """
 
     time: float
     job: str
     reason: str
     refused: bool = False
+    confirmed: bool = False
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

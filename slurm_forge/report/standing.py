@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.report.consequences import without_next
+from slurm_forge.report.consequences import in_the_queue, without_next
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.history import GO_ON, History
 from slurm_forge.report.purge import purge_warning
@@ -78,7 +78,10 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     if waiting is not None and not_started is None:
         words = f"{words}: {waiting.text}" if held_job is None else words
     if held_job is not None and not_started is None:
-        words += f"; {_in_the_queue(held_job, waiting)}"
+        sure = held is not None and held.confirmed
+        words += f"; {_in_the_queue(held_job, waiting, sure=sure)}"
+    elif status is RunStatus.HELD and not_started is None:
+        words += _refused(newest)
     if status not in (RunStatus.STOPPED, RunStatus.CANCELLED):
         return Standing(
             status,
@@ -128,9 +131,17 @@ def _waiting(
     return why_waiting(answer, again=again(facts.reference, job), now=facts.now)
 
 
-def _in_the_queue(job: str, waiting: WaitingStory | None) -> str:
+def _refused(newest: AttemptStory | None) -> str:
+    """Where it was to wait in the queue, and Slurm did not take that."""
+    held = None if newest is None else newest.held
+    return "" if held is None or not held.refused else f"; {in_the_queue(held)}"
+
+
+def _in_the_queue(job: str, waiting: WaitingStory | None, *, sure: bool) -> str:
     if waiting is not None and not waiting.held:
         return waiting.text
+    if waiting is None and not sure:
+        return f"asked Slurm to hold it in its queue as job {clean(job, 40)}"
     held = f"held in Slurm's queue as job {clean(job, 40)}"
     admin = waiting is not None and waiting.reason == "JobHeldAdmin"
     return f"{held} by an administrator, who alone can release it" if admin else held

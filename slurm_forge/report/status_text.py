@@ -71,7 +71,7 @@ def _attempt(status: Status) -> str:
     if status.world_size is not None:
         parts.append(t.plural(status.world_size, "rank"))
     if status.nodes:
-        parts.append(f"on {t.nodes(status.nodes)}")
+        parts.append(f"on {t.some_nodes(status.nodes)}")
     return ", ".join(parts)
 
 
@@ -118,5 +118,5 @@ def _plan(plan: PlanInForce, total_steps: int | None) -> str:
     if plan.nodes is not None:
         parts.append(f"on {t.plural(plan.nodes, 'node')}")
     if plan.exclude_nodes:
-        parts.append(f"without {t.nodes(plan.exclude_nodes)}")
+        parts.append(f"without {t.some_nodes(plan.exclude_nodes)}")
     return "; ".join(parts)

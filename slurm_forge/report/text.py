@@ -22,6 +22,7 @@ __all__ = [
     "plural",
     "rank_time",
     "share",
+    "some_nodes",
     "span",
     "steps",
     "weekday",
@@ -30,6 +31,8 @@ __all__ = [
 _UNKNOWN = "?"
 #: Jobs of a chain that are named at either end of a long one.
 _SHOWN_JOBS = 3
+#: A list of nodes that is longer than this is cut where people read it.
+_NODES_WIDTH = 80
 #: Less than a week, so that a weekday names one day only.
 _WEEK_S = 6 * 86400.0
 
@@ -164,12 +167,23 @@ def period(start: float | None, end: float | None, now: float, zone: tzinfo | No
 
 
 def nodes(names: Iterable[str]) -> str:
-    """``n[01-04]``, or the plain names where they can't be folded."""
+    """``n[01-04]``, or the plain names where they can't be folded; all of them."""
     given = tuple(names)
     try:
         return fold_nodes(given)
     except ConfigError:
         return ",".join(clean(name, 64) for name in given)
+
+
+def some_nodes(names: Iterable[str]) -> str:
+    """As ``nodes``; of what is longer than a line the first ones, and how many there are more."""
+    given = tuple(names)
+    told, kept = nodes(given), len(given)
+    while len(told) > _NODES_WIDTH and kept > 1:
+        kept = max(1, kept * _NODES_WIDTH // len(told))
+        told = nodes(given[:kept])
+    more = len(given) - kept
+    return f"{told} and {plural(more, 'more node')}" if more else told
 
 
 def _datetime(time: float | None, zone: tzinfo | None) -> datetime | None:

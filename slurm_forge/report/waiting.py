@@ -32,6 +32,10 @@ _HELD = {
     "user env retrieval failed requeued held": "held by Slurm: the user's environment "
     "could not be read",
 }
+_MAINTENANCE = (
+    "its time limit reaches into a maintenance of the nodes",
+    "nothing to do: it starts after it; with a shorter time limit it may start before",
+)
 #: Reasons as they begin: what it means, and what to do.  The first that fits counts.
 _PLAIN = (
     ("Priority", "other jobs come first", _NOTHING),
@@ -48,11 +52,8 @@ _PLAIN = (
         "it will not start like this: cancel it and submit without it",
     ),
     ("Reservation", "it waits for its reservation to begin", _NOTHING),
-    (
-        "ReqNodeNotAvail, Reserved for maintenance",
-        "its time limit reaches into a maintenance of the nodes",
-        "nothing to do: it starts after it; with a shorter time limit it may start before",
-    ),
+    ("ReqNodeNotAvail, Reserved for maintenance", *_MAINTENANCE),
+    ("Reserved for maintenance", *_MAINTENANCE),
     (
         "ReqNodeNotAvail",
         "nodes that it needs can't be used now",
@@ -78,6 +79,22 @@ _PLAIN = (
         "it will not start like this: scontrol update JobId={job} NumNodes=…",
     ),
     (
+        "PartitionConfig",
+        "its partition does not give what it asks for",
+        "it will not start like this: see scontrol show partition, then ask for less or for "
+        "another partition",
+    ),
+    (
+        "MaxMemPerLimit",
+        "it asks for more memory than one job may have per node or CPU",
+        "it will not start like this: ask for less memory",
+    ),
+    (
+        "QOSUsageThreshold",
+        "too much was used already for this QOS",
+        "it will not start like this: ask for another QOS, or wait until the use has decayed",
+    ),
+    (
         "BadConstraints",
         "no node has what it asks for",
         "it will not start like this: ask for other nodes, then cancel it and submit again",
@@ -94,7 +111,11 @@ _PLAIN = (
     ("DeadLine", "its deadline can't be met any more", "submit again: {again}"),
 )
 #: The limit is about one job alone: waiting does not help.
-_PER_JOB = re.compile(r"(?:PerJob|WallDurationPerJob|MaxTimeLimit|TimeLimit)")
+_PER_JOB = re.compile(r"PerJob|TimeLimit")
+#: The job asks for too little.
+_TOO_LITTLE = re.compile(r"QOSMin")
+#: What was used is counted, also of jobs that have ended; "RunMinutes" are of those that run.
+_BUDGET = re.compile(r"Grp\w*(?<!Run)Minutes|GrpWall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +209,13 @@ def _pending(
             return _expecting(told, expected, now, zone), next_.format(job=job, again=again), False
     if reason.startswith(("QOS", "Assoc", "MaxCpuPer", "MaxMemPer")):
         whose = "the QOS" if reason.startswith("QOS") else "the account or the user"
+        if _TOO_LITTLE.match(reason):
+            told = f"it asks for less than the QOS wants ({reason})"
+            return told, "it will not start like this: ask for more, or for another QOS", False
+        if _BUDGET.search(reason):
+            told = f"the budget of {whose} is used up ({reason})"
+            next_ = "it will not start before there is more: ask for more, or wait for its reset"
+            return told, next_, False
         told = f"a limit of {whose} is reached ({reason})"
         if _PER_JOB.search(reason):
             return told, "it will not start like this: ask for less, or for another QOS", False

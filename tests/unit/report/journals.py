@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from slurm_forge.journal import JournalWriter, read_journal
@@ -244,9 +245,14 @@ class Scribe:
         )
         self.write("supervisor", ev.DecisionTaken(decision=decision))
 
-    def held(self, reason: str, *, job: str = "8812301", refused: str = "") -> None:
-        """The job goes back into the queue, held, or Slurm refuses that."""
-        self.write("supervisor", ev.Held(job=job, restart_count=self.attempt - 1, reason=reason))
+    def held(
+        self, reason: str, *, job: str = "8812301", refused: str = "", confirmed: bool = True
+    ) -> None:
+        """The job goes back into the queue, held, or Slurm refuses that, or says nothing."""
+        asked = ev.Held(job=job, restart_count=self.attempt - 1, reason=reason)
+        self.write("supervisor", asked)
+        if confirmed and not refused:
+            self.write("supervisor", replace(asked, confirmed=True))
         if refused:
             method = "scontrol requeuehold"
             self.write("supervisor", ev.RequeueFailed(job=job, method=method, reason=refused))

@@ -613,3 +613,36 @@ def test_the_same_line_twice_is_read_once(scribe: Scribe) -> None:
     facts = scribe.facts()
     twice = replace(facts, records=facts.records + facts.records)
     assert told(twice) == told(facts)
+
+
+def test_the_time_behind_an_open_intent_is_waited_and_nothing_runs(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 18)
+    # A supervisor that is killed says nothing of its launch; who found out wrote the end.
+    method = "scontrol requeue"
+    intent = ev.RequeueIntended(job="8812301", method=method, reason="preempted")
+    scribe.write("supervisor", intent)
+    scribe.end("open")
+    facts = scribe.facts(after=5.5 * 3600)
+    story = explain(facts)
+    assert (story.status, story.queued_s) == ("requeued", 5.5 * 3600)
+    shown = told(facts)
+    assert "waiting 5 h 30 min" in shown and "lost" not in shown.splitlines()[0]
+    assert "running" not in shown
+    assert "slurm-forge reconcile tiny-gpt" in shown
+
+
+def test_who_brought_it_back_in_the_place_of_a_killed_supervisor(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.incident(Cause.CRASH, Action.REQUEUE, step=20)
+    method = "scontrol requeue"
+    scribe.write("deputy", ev.RequeueIntended(job="8812301", method=method, reason="x"))
+    scribe.write("deputy", ev.RequeueDone(job="8812301", method=method))
+    scribe.write("deputy", ev.AttemptEnded(outcome="requeued"))
+    assert "rank 0 requeued it in the supervisor's place" in told(scribe.facts())
+    (one,) = explain(scribe.facts()).attempts
+    assert {comeback.by for comeback in one.comebacks} == {"deputy"}

@@ -162,9 +162,32 @@ def test_an_open_intent_is_open_whatever_else(scribe: Scribe) -> None:
     scribe.write("supervisor", ev.RequeueFailed(job="88", method=method, reason="timed out"))
     scribe.end("open")
     shown = screen(scribe.facts())
-    assert shown["status"] == "running: waits for a requeue that Slurm has not taken"
+    assert shown["status"] == "requeued: waits for a requeue that Slurm has not taken"
     assert shown["open"] == "scontrol requeue of job 88 (preempted)"
     assert shown["next"].endswith("slurm-forge reconcile tiny-gpt")
+
+
+def test_a_person_who_asks_for_the_run_to_go_on_settles_what_was_left_open(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.begin()
+    scribe.incident(Cause.PREEMPTED, Action.REQUEUE)
+    intent = ev.RequeueIntended(job="8812301", method="scontrol requeue", reason="preempted")
+    scribe.write("supervisor", intent)
+    scribe.end("open")
+    scribe.later(60).write("cli", ev.UserAsked(verb="requeue", user="x"), launch=1 << 30)
+    scribe.submitted("999")
+    shown = screen(scribe.facts())
+    assert shown["status"] == "submitted, waits to be started"
+    assert "open" not in shown
+    assert "reconcile" not in shown["next"] and "squeue -j 999" in shown["next"]
+
+
+def test_of_very_many_nodes_some_are_shown(scribe: Scribe) -> None:
+    scribe.begin(*(f"n{number:04}" for number in range(1, 2000, 3)))
+    shown = screen(scribe.facts())["attempt"]
+    assert "on n[0001,0004," in shown and "more nodes" in shown
+    assert len(shown) < 140
+    assert len(take_status(scribe.facts()).nodes) == 667
 
 
 def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:

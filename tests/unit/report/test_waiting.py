@@ -68,13 +68,13 @@ def requeued(scribe: Scribe) -> None:
     scribe.preempted(20)
 
 
-def held(scribe: Scribe, *, refused: str = "") -> None:
+def held(scribe: Scribe, *, refused: str = "", confirmed: bool = True) -> None:
     scribe.begin()
     scribe.resume(0)
     scribe.train(1, 20)
     reason = "crash: the same crash 3 times; next: look at the log of rank 0"
     scribe.incident(Cause.CRASH, Action.HOLD, reason=reason, rung=None, step=20)
-    scribe.held(reason, refused=refused)
+    scribe.held(reason, refused=refused, confirmed=confirmed)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,17 @@ def held(scribe: Scribe, *, refused: str = "") -> None:
         ("ReqNodeNotAvail,_Reserved_for_maintenance", "reaches into a maintenance", "starts after"),
         ("QOSMaxJobsPerUserLimit", "a limit of the QOS is reached (QOSMax", "nothing to do"),
         ("QOSMaxWallDurationPerJobLimit", "a limit of the QOS is reached", "will not start like"),
+        ("AssocGrpCPUMinutesLimit", "the budget of the account or the user", "will not start bef"),
+        ("AssocGrpBillingMinutes", "is used up (AssocGrpBillingMinutes)", "wait for its reset"),
+        ("QOSGrpGRESMinutes", "the budget of the QOS is used up", "ask for more, or wait"),
+        ("QOSGrpWallLimit", "the budget of the QOS is used up", "ask for more, or wait"),
+        ("AssocGrpCPURunMinutesLimit", "a limit of the account", "nothing to do"),
+        ("QOSMinCpuNotSatisfied", "less than the QOS wants", "will not start like this: ask for m"),
+        ("QOSMinGRES", "less than the QOS wants", "will not start like this: ask for more"),
+        ("MaxMemPerLimit", "more memory than one job may have", "ask for less memory"),
+        ("QOSUsageThreshold", "too much was used already", "will not start like this"),
+        ("PartitionConfig", "its partition does not give", "will not start like this"),
+        ("Reserved_for_maintenance", "reaches into a maintenance", "starts after"),
         ("AssocGrpCpuLimit", "a limit of the account or the user is reached", "nothing to do"),
         ("PartitionTimeLimit", "more time than its partition allows", f"JobId={JOB} TimeLimit="),
         ("DependencyNeverSatisfied", "ended in another way", f"scancel {JOB}, then {AGAIN}"),
@@ -216,10 +227,28 @@ def test_a_run_that_is_held_in_the_queue_says_who_can_release_it(scribe: Scribe)
     assert f"Next: look at the log of rank 0, then scontrol release {JOB}, or {AGAIN}.\n" in text
 
 
+def test_a_hold_that_was_not_confirmed_is_not_told_as_done(scribe: Scribe) -> None:
+    held(scribe, confirmed=False)
+    facts = scribe.facts()
+    assert screen(facts)["status"].endswith(f"; asked Slurm to hold it in its queue as job {JOB}")
+    assert f"asked Slurm to hold it in the queue as job {JOB}" in told(facts)
+    seen = screen(replace(facts, queue=pending("JobHeldUser")))
+    assert seen["status"].endswith(f"; held in Slurm's queue as job {JOB}")
+
+
+def test_a_job_that_could_not_be_held_since_it_waits_is_not_told_as_gone(scribe: Scribe) -> None:
+    held(scribe, refused="it waits in the queue, and can't be held")
+    assert screen(scribe.facts())["status"].endswith("it waits in the queue, and can't be held")
+
+
 def test_a_hold_that_slurm_refused_leaves_nothing_to_release(scribe: Scribe) -> None:
     held(scribe, refused="Requested operation is presently disabled")
     shown = screen(scribe.facts())
-    assert shown["status"] == "held: crash: the same crash 3 times"
+    assert shown["status"] == (
+        f"held: crash: the same crash 3 times; Slurm refused to hold job {JOB} in the queue: "
+        "Requested operation is presently disabled; nothing waits there"
+    )
+    assert f"refused to hold job {JOB} in the queue" in told(scribe.facts())
     assert "scontrol release" not in shown["next"]
     text = told(scribe.facts())
     assert "scontrol release" not in text
