@@ -5,8 +5,12 @@ Submitted by file name (``tests/jobs.py:train``), so ranks import this without p
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import resource
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +77,15 @@ def build(run: forge.Run) -> nn.Module:
 
 
 def train(run: forge.Run) -> None:
-    """``args``: steps, parallel, global_batch, micro_batch, workers, pace (s per step), faults,
-    eval_every, eval_pace, long_step (a step number that takes ``long_seconds``)."""
+    """``args``: steps, parallel, global_batch, micro_batch, workers, pace (s per step; later_pace
+    after the first start), faults, misbehave, record (the folder for what was trained on, instead
+    of the run's), eval_every, eval_pace, long_step (a step that takes ``long_seconds``, in the
+    first attempt only, or with long_always in each)."""
     args = run.args
+    first_start = run.attempt == 1 and run.launch == 1
+    pace = args.get("pace", 0.0)
+    if not first_start:
+        pace = args.get("later_pace", pace)
     model = build(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=25, gamma=0.9)
@@ -101,20 +111,50 @@ def train(run: forge.Run) -> None:
                     run.poll()
                     time.sleep(args.get("eval_pace", 0.0))
                     torch.rand(3)  # an evaluation may draw as it likes
-        if args.get("long_step") == run.step_number and run.attempt == 1:
-            time.sleep(args["long_seconds"])
-        time.sleep(args.get("pace", 0.0))
         step = run.step_number
+        if args.get("long_step") == step and (run.attempt == 1 or args.get("long_always")):
+            time.sleep(args["long_seconds"])
+        time.sleep(pace)
+        misbehave(args.get("misbehave", ()), step=step, rank=run.rank, folder=run.directory)
         run.train_step(batch, compute_loss, max_norm=1.0)
         record.write(step, batch.sample_ids)
+
+
+def misbehave(texts: Iterable[str], *, step: int, rank: int, folder: Path) -> None:
+    """What a rank does to itself before a step, once in the life of a run unless it says always.
+
+    ``segfault@15:rank1``, ``abort@15:rank1``, ``memory@15:rank1``, ``exception@15:rank1:always``.
+    """
+    for text in texts:
+        kind, _, rest = text.partition("@")
+        at, who, *more = rest.split(":")
+        if (int(at), who) != (step, f"rank{rank}"):
+            continue
+        struck = folder / f"struck-{kind}-{step}-{rank}"
+        if "always" not in more and struck.exists():
+            continue
+        struck.touch()
+        # Nobody wants hundreds of megabytes of it where the tests were started.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if kind == "segfault":
+            ctypes.string_at(0)
+        elif kind == "abort":
+            os.abort()
+        elif kind == "memory":
+            _kept.append(torch.ones(450 << 20, dtype=torch.uint8))
+        else:
+            raise RuntimeError(f"a bug of the program at step {step}")
+
+
+_kept: list[torch.Tensor] = []
 
 
 class _Record:
     """Which samples went into which step, per rank and attempt: for checking that none is lost."""
 
     def __init__(self, run: forge.Run) -> None:
-        folder = run.directory / "samples"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = Path(run.args.get("record", run.directory)) / "samples"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"a{run.attempt:03d}-l{run.launch:03d}-r{run.rank}.jsonl"
         self._file = (folder / name).open("a")
 

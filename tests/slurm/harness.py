@@ -96,20 +96,59 @@ class Watched:
             lines.append(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
         return "\n".join(lines)
 
+    @property
+    def record(self) -> Path:
+        """Where ranks note which samples they have trained on."""
+        return Path(self.file.job.args.get("record", self.run.path))
+
     def digest(self) -> str:
         return digest(self.run.path, random=True)
 
 
 @contextlib.contextmanager
-def environment(cluster: SlurmCluster) -> Iterator[None]:
-    """Slurm's clients of this process talk to the cluster."""
+def environment(cluster: SlurmCluster, ledger: Path | None = None) -> Iterator[None]:
+    """Slurm's clients of this process talk to the cluster.
+
+    Jobs that are submitted inside strike nodes in ``ledger``, or nowhere.
+    """
     before = dict(os.environ)
     os.environ.update(cluster.env)
+    os.environ["SLURM_FORGE_NODES"] = "off" if ledger is None else str(ledger)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def job_mapping(
+    *,
+    name: str,
+    args: Mapping[str, Any],
+    nodes: int,
+    partition: str,
+    minutes: float,
+    memory: str,
+    sbatch: Mapping[str, str],
+    job: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A job file of ``tests/jobs.py``, one rank on each node; ``job`` are further keys of it."""
+    return {
+        "name": name,
+        "entry": "tests/jobs.py:train",
+        "args": dict(args),
+        "resources": {
+            "nodes": nodes,
+            "tasks_per_node": 1,
+            "cpus_per_task": 1,
+            "mem": memory,
+            "time": f"00:{int(minutes):02d}:{int(minutes % 1 * 60):02d}",
+            "partition": partition,
+            "extra": dict(sbatch),
+        },
+        "checkpoint": {"every_steps": 20, "every_minutes": None},
+        **job,
+    }
 
 
 def submit(
@@ -122,30 +161,25 @@ def submit(
     nodes: int = 4,
     partition: str = "preempt",
     minutes: float = 30,
+    memory: str = "1500M",
     sbatch: Mapping[str, str] | None = None,
     **job: Any,
 ) -> Watched:
     """Make a run of ``tests/jobs.py`` and start it."""
     spec = job_from_mapping(
-        {
-            "name": name,
-            "entry": "tests/jobs.py:train",
-            "args": dict(args or {}),
-            "resources": {
-                "nodes": nodes,
-                "tasks_per_node": 1,
-                "cpus_per_task": 1,
-                "mem": "1500M",
-                "time": f"00:{int(minutes):02d}:{int(minutes % 1 * 60):02d}",
-                "partition": partition,
-                "extra": dict(sbatch or {}),
-            },
-            "checkpoint": {"every_steps": 20, "every_minutes": None},
-            **job,
-        }
+        job_mapping(
+            name=name,
+            args=args or {},
+            nodes=nodes,
+            partition=partition,
+            minutes=minutes,
+            memory=memory,
+            sbatch=sbatch or {},
+            job=job,
+        )
     )
     site = find_site("generic")
-    with environment(cluster):
+    with environment(cluster, folder / "nodes"):
         run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=REPOSITORY)
         if way is Way.TEMPLATE:
             slurm = SubprocessSlurm.of_this_process()
@@ -158,7 +192,7 @@ def submit(
             nodes=nodes,
             tasks_per_node=1,
             cpus_per_task=1,
-            slurm_mem="1500M",
+            slurm_mem=memory,
             slurm_partition=partition,
             slurm_additional_parameters={"requeue": True, **(sbatch or {})},
         )

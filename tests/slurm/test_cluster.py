@@ -16,7 +16,7 @@ import pytest
 from slurm_forge.errors import ForgeError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster, Tracking
 from slurm_forge.testing.cluster.lifecycle import job_processes, step_daemons
-from slurm_forge.testing.cluster.processes import with_environment, with_file_below
+from slurm_forge.testing.cluster.processes import command_line, with_environment, with_file_below
 
 SOLO = ClusterSpec(nodes=1, accounting=False)
 
@@ -133,6 +133,31 @@ def test_a_stopped_controller_comes_back_with_its_jobs(slurm: SlurmCluster) -> N
     with slurm.stopped_controller(), pytest.raises((SlurmCommandError, SlurmUnreachableError)):
         slurm.run("squeue", timeout=5)
     assert slurm.job(job_id).state == "RUNNING"
+
+
+def test_accounting_that_is_down_answers_nobody_and_nothing_else_is(slurm: SlurmCluster) -> None:
+    with slurm.stopped_database():
+        assert slurm.run("sacct", check=False).returncode != 0
+        job_id = slurm.sbatch("true", "--output=/dev/null")
+        slurm.wait_state(job_id, "COMPLETED")
+    slurm.wait_for(lambda: bool(slurm.sacct(job_id)), 30, "accounting to hear of the job")
+
+
+def test_the_processes_of_a_job_are_found_by_what_they_are(slurm: SlurmCluster) -> None:
+    job_id = slurm.sbatch(SLEEPERS, "-N2", "--output=/dev/null")
+    slurm.wait_for(lambda: len(slurm.tasks(job_id)) == 2, 30, "both tasks")
+    words = {rank: command_line(process)[:2] for rank, process in slurm.tasks(job_id).items()}
+    assert words == {0: ("sleep", "120"), 1: ("sleep", "120")}
+    script = slurm.batch_script(job_id)
+    assert script is not None and f"job{int(job_id):05d}/slurm_script" in command_line(script)[-2]
+    assert len(slurm.step_daemons(job_id, "0")) == 2
+    assert len(slurm.step_daemons(job_id, "batch")) == 1
+    batch_host, other = slurm.nodes_of(job_id)
+    assert slurm.job(job_id).field("BatchHost") == batch_host
+    assert len(slurm.step_daemons(job_id, node=other)) == 1
+    slurm.cancel(job_id)
+    slurm.wait_for(lambda: not slurm.tasks(job_id), 30, "the tasks to be gone")
+    assert slurm.batch_script(job_id) is None
 
 
 def test_another_configuration_holds_inside_its_block_only(slurm: SlurmCluster) -> None:

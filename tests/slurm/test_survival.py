@@ -299,7 +299,14 @@ def test_controller_down_leaves_an_intent_that_reconcile_carries_out(
     slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
 ) -> None:
     reference, _ = uninterrupted["ddp"]
-    watched = submit(slurm, tmp_path, name="nobody-there", args=PACE, partition="normal")
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="nobody-there",
+        args=PACE,
+        partition="normal",
+        recovery={"limits": {"controller_patience": "10s"}},
+    )
     watched.wait_step(20)
     with slurm.stopped_controller():
         for rank in ranks_of(watched):

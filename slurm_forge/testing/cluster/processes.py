@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,10 @@ __all__ = [
     "boot_id",
     "command_line",
     "descendants",
+    "environment",
     "is_alive",
     "kill",
+    "parent",
     "refer",
     "stop",
     "wait_until",
@@ -128,6 +130,24 @@ def command_line(process: ProcessRef) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(text.decode(errors="replace").split("\0")) if is_alive(process) else ()
+
+
+def environment(process: ProcessRef) -> Mapping[str, str]:
+    """The settings that the process was started with; none where it is gone."""
+    try:
+        entries = (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    if not is_alive(process):
+        return {}
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def parent(process: ProcessRef) -> int | None:
+    """The id of the process's parent now; None where it is gone."""
+    fields = _stat(process.pid)
+    return int(fields[1]) if fields is not None and is_alive(process) else None
 
 
 def descendants(roots: Iterable[ProcessRef]) -> tuple[ProcessRef, ...]:

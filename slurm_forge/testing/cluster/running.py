@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.testing.cluster import files, lifecycle, machine, processes, render
+from slurm_forge.testing.cluster import files, lifecycle, lookup, machine, processes, render
 from slurm_forge.testing.cluster.clients import SlurmClients
 from slurm_forge.testing.cluster.daemons import DaemonStarter
 from slurm_forge.testing.cluster.layout import Layout
+from slurm_forge.testing.cluster.processes import ProcessRef
 from slurm_forge.testing.cluster.spec import ClusterSpec, Tracking
 from slurm_forge.testing.cluster.state import ClusterState, Daemon, write_state
 
@@ -112,6 +113,43 @@ class RunningCluster(SlurmClients):
             yield
         finally:
             self._start_again().controller()
+
+    @contextlib.contextmanager
+    def stopped_database(self) -> Iterator[None]:
+        """slurmdbd is down inside the block: sacct answers nothing, everything else goes on."""
+        processes.stop([self._daemon("slurmdbd").process], patience_s=20.0)
+        self._reap()
+        try:
+            yield
+        finally:
+            self._start_again().accounting()
+
+    # --- what belongs to a job --------------------------------------------------------------------
+
+    def tasks(self, job_id: str) -> Mapping[int, ProcessRef]:
+        """The processes of a job's newest step by rank (``SLURM_PROCID``)."""
+        return lookup.tasks(self.layout, self._plain_id(job_id))
+
+    def nodes_of(self, job_id: str) -> tuple[str, ...]:
+        """The names of a running job's nodes, the one of the batch script first."""
+        record = self.job(job_id)
+        names = self.run("scontrol", "show", "hostnames", record.nodes).stdout.split()
+        batch = record.field("BatchHost")
+        return tuple(sorted(names, key=lambda name: name != batch))
+
+    def batch_script(self, job_id: str) -> ProcessRef | None:
+        """What runs as the job's batch script; None while nothing does."""
+        return lookup.batch_script(self.layout, self._plain_id(job_id))
+
+    def step_daemons(
+        self, job_id: str, step: str | None = None, *, node: str | None = None
+    ) -> tuple[ProcessRef, ...]:
+        """The slurmstepd of a job, or of one of its steps (``0``, ``batch``), maybe on one node."""
+        return lookup.step_daemons(self.layout, self._plain_id(job_id), step, node=node)
+
+    def _plain_id(self, job_id: str) -> str:
+        """What the environment of an array's task calls it: ``7_1`` may be 8."""
+        return self.job(job_id).job_id if "_" in job_id else job_id
 
     @contextlib.contextmanager
     def configured(self, spec: ClusterSpec) -> Iterator[None]:
