@@ -15,10 +15,10 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.files import private_directory, read_json, write_atomic
 from slurm_forge.run_directory.layout import RunDirectory
 
-__all__ = ["LAUNCH_AGAIN", "LastWords", "read_last_words", "write_last_words"]
+__all__ = ["LAUNCH_BEGINS", "LastWords", "read_last_words", "write_last_words"]
 
-#: With this a rank of a later launch begins: what stands before it in a log was another's end.
-LAUNCH_AGAIN = "slurm_forge: launched again: "
+#: With this, attempt and launch a rank begins its output: what stands before it was another's.
+LAUNCH_BEGINS = "slurm_forge: launch "
 
 _LIMIT = 1 << 17
 _TEXT = 2000

@@ -198,8 +198,6 @@ def test_an_attempt_that_was_overtaken_is_not_judged(run: RunDirectory) -> None:
         old.conclude(CRASHED)
     first, second = old.state().attempts
     ((_, found_out),) = first.incidents
-    assert found_out.cause is Cause.UNKNOWN, (
-        "what its successor found out, and nothing of its own"
-    )
+    assert found_out.cause is Cause.UNKNOWN, "what its successor found out, and nothing of its own"
     assert old.state().status is RunStatus.RUNNING
     assert second.number == 2
