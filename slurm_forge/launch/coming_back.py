@@ -28,6 +28,7 @@ __all__ = ["ComingBack"]
 
 #: How long an end waits for what was asked at the beginning.
 _PATIENCE_S = 2.0
+_MOMENT_S = 1.0
 
 
 class ComingBack:
@@ -60,6 +61,8 @@ class ComingBack:
         self._avoider: Avoider | None = None
         self._there: frozenset[str] | None = None
         self._problems: list[str] = []
+        self._kill_wait: timedelta | None = None
+        self._config_asked = threading.Event()
         self._asking: threading.Thread | None = None
         self._asked = False
         self._patience = _PATIENCE_S
@@ -68,6 +71,13 @@ class ComingBack:
         """Ask in the background, when the attempt begins."""
         self._asking = threading.Thread(target=self._ask, name="forge-ledger", daemon=True)
         self._asking.start()
+
+    @property
+    def kill_wait(self) -> timedelta | None:
+        """slurm.conf's KillWait; None where Slurm does not say so within a moment."""
+        if self._asking is not None:
+            self._config_asked.wait(_MOMENT_S)
+        return self._kill_wait
 
     def strike(self, decision: Decision) -> None:
         """Note in the ledger what the incident says against the nodes that it started on."""
@@ -170,6 +180,9 @@ class ComingBack:
         """On a thread of its own: what it finds is told by whoever needs it."""
         self._asked = True
         attempt = self._attempt
+        with contextlib.suppress(ForgeError):
+            self._kill_wait = self._slurm.show_config().kill_wait
+        self._config_asked.set()
         try:
             self._there = partition_of(self._slurm, self._partition)
             ledger = open_ledger(

@@ -9,6 +9,7 @@ from slurm_forge.control import Hub
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.seen import Seen
 from slurm_forge.launch.timing import Timing
+from slurm_forge.slurm.states import JobState
 
 __all__ = ["Deadline"]
 
@@ -17,6 +18,7 @@ _TELL_AGAIN_S = 0.5
 _REFRESH_EVERY_S = 60.0
 #: One question in two minutes per job is nothing to a controller.
 _REFRESH_FAR_S = 120.0
+_ENDING = frozenset({JobState.COMPLETING, JobState.CANCELLED, JobState.PENDING})
 #: How long beyond the end that is known Slurm's first answer is waited for.
 _FIRST_ANSWER_S = 1.0
 _NEAR_THE_END = timedelta(minutes=10)
@@ -69,6 +71,9 @@ class Deadline:
             left = end - (self._now() - asked_ago)
             # A plan that is over was not what Slurm goes by.
             given = min(given, left) if record is not None or left > timedelta(0) else given
+        if record is not None and record.state in _ENDING:
+            # It has been told to end already: no grace, or the grace is over.
+            given = min(given, self._timing.kill_wait)
         ends_at = seen.stop_asked + (given - self._timing.margin(given)).total_seconds()
         if self._told_left is None or abs(ends_at - self._told_left) > _TELL_AGAIN_S:
             # What can't be saved by then is better not begun.

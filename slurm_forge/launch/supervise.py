@@ -286,6 +286,7 @@ class _Supervisor:
                     state=state,
                     now=time.time(),
                     end=self._environment.end_time or planned_end(file.job, state),
+                    kill_wait=self._back.kill_wait,
                 ),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,

@@ -26,6 +26,8 @@ class Timing:
     between: timedelta | None = None
     #: For a stop whose end nobody knows (a signal by hand): then the launch is ended anyway.
     stop_within: timedelta = timedelta(minutes=10)
+    #: Between Slurm's SIGTERM and its SIGKILL, once it ends the job.
+    kill_wait: timedelta = timedelta(seconds=30)
     #: When the job file's own time limit ends, for where Slurm can't be asked.
     planned_end: datetime | None = None
 
@@ -34,6 +36,8 @@ class Timing:
         return min(timedelta(seconds=5), max(timedelta(seconds=1), 0.15 * given))
 
 
+#: slurm.conf's default.
+_KILL_WAIT = timedelta(seconds=30)
 #: Share of the time limit that is kept for the last save where nothing is known better.
 _LEAD_SHARE = 0.2
 _LEAD_LEAST = timedelta(seconds=10)
@@ -67,6 +71,7 @@ def timing(
     state: RunState,
     now: float,
     end: datetime | None = None,
+    kill_wait: timedelta | None = None,
 ) -> Timing:
     """When to save, probe and stop: from the job file, the job's own limit, and the journal.
 
@@ -82,6 +87,7 @@ def timing(
         probe_every=job.probe.every if job.probe.enabled else None,
         probe_deadline=job.probe.deadline,
         planned_end=end,
+        kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
     )
 
 

@@ -114,6 +114,7 @@ def _row(ending: Ending) -> AccountingRecord | None:
         row
         for row in ending.rows
         if row.step is None
+        and row.state in _BY_STATE  # the start after it may have its own row already
         and row.start_time is not None
         and row.start_time <= ending.started + _SAME_START
         and (row.end_time is None or row.end_time >= ending.started)

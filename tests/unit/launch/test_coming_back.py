@@ -17,7 +17,7 @@ from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.ladder import Comeback, Taken
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import JobRecord, PartitionRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
@@ -54,6 +54,9 @@ class Slurm:
 
     nodes: str | None = "n[1-4]"
     asked: list[str] = field(default_factory=list)
+
+    def show_config(self) -> ConfigRecord:
+        return ConfigRecord(kill_wait=timedelta(seconds=7))
 
     def show_partition(self, name: str) -> PartitionRecord:
         self.asked.append(name)
@@ -188,3 +191,8 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
     other.back.come_back(other.decision("n3"))
     assert sorted(other.left_out) == ["n2", "n3"]
     assert not other.back.must_leave(other.decision()), "nothing of its own is wrong with n2"
+
+
+def test_how_long_slurm_waits_before_it_kills_is_known(here: Place) -> None:
+    here.back.must_leave(here.decision("n2"))
+    assert here.back.kill_wait == timedelta(seconds=7)

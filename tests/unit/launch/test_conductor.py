@@ -403,6 +403,22 @@ def test_a_stop_whose_end_nobody_knows_ends_after_a_while(stage: Stage) -> None:
     assert stage.cause() is Cause.PREEMPTED  # a guess: nothing contradicts it
 
 
+def test_a_job_that_slurm_ends_already_has_the_time_until_the_kill(stage: Stage) -> None:
+    """A preemption without grace: the record names an end far away, of the next start."""
+    stage.timing = replace(stage.timing, kill_wait=timedelta(seconds=30))
+    stage.script = lambda rank: rank.train(stop=False)
+    stage.start()
+    far = stage.clock.now() + timedelta(hours=3)
+    stage.slurm.answer = replace(
+        RUNNING, state=JobState.COMPLETING, restarts=1, preempt_time=None, end_time=far
+    )
+    began = stage.clock()
+    stage.notice()
+    facts = stage.end()
+    assert facts.deadline_passed
+    assert 20 < stage.clock() - began < 60
+
+
 def test_an_answer_from_before_the_notice_is_not_taken_for_one_after_it(stage: Stage) -> None:
     """A question was under way when the preemption came: its answer knows nothing of it."""
     stage.slurm.open.clear()  # the first question hangs, and will say RUNNING

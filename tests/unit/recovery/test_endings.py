@@ -78,6 +78,12 @@ def test_of_many_starts_the_one_that_is_meant() -> None:
     assert far.cause is Cause.UNKNOWN, "another start's end is not this one's"
 
 
+def test_the_start_that_follows_at_once_is_not_taken_for_it() -> None:
+    rows = [row("PREEMPTED", ended=START + timedelta(seconds=20))]
+    rows.append(row("RUNNING", started=START + timedelta(seconds=40)))
+    assert cause_of_ending(ending(rows=rows, restarted=True), "3.1").cause is Cause.PREEMPTED
+
+
 def test_a_prolog_may_take_its_time_before_we_begin() -> None:
     slow = row("PREEMPTED", started=START - timedelta(minutes=9), ended=START + timedelta(hours=1))
     assert cause_of_ending(ending(rows=[slow]), "3.1").cause is Cause.PREEMPTED
