@@ -120,6 +120,7 @@ def test_a_cancelled_submitit_job_goes_on_in_successors_and_its_handle_follows(
     assert stat.S_IMODE((watched.run.submissions / "submitted.pkl").stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_task_of_an_array_has_its_own_successor(slurm: SlurmCluster, tmp_path: Path) -> None:
     runs = [made(tmp_path, f"task-{number}") for number in range(2)]
     folder = tmp_path / "it's logs"
@@ -137,6 +138,7 @@ def test_a_task_of_an_array_has_its_own_successor(slurm: SlurmCluster, tmp_path:
         assert [handle.result() for handle in handles] == ["task-0: finished", "task-1: finished"]
 
 
+@pytest.mark.slow
 def test_cancelling_the_handle_ends_the_newest_job(slurm: SlurmCluster, tmp_path: Path) -> None:
     (watched,) = forge(slurm, tmp_path / "%j", [made(tmp_path, "ended")], slurm_partition="cancel")
     watched.wait_step(10)
@@ -192,6 +194,7 @@ def test_a_broken_environment_holds_the_job_until_somebody_repairs_it(
     assert jobs_of(watched) == [job]
 
 
+@pytest.mark.slow
 def test_a_setup_that_gives_up_holds_a_task_of_an_array_by_its_own_id(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_setup_that_gives_up_holds_a_task_of_an_array_by_its_own_id(
     assert not list(runs[0][0].submissions.glob("not-started-*"))
 
 
+@pytest.mark.slow
 def test_a_cancel_while_the_setup_runs_is_no_broken_environment(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -229,6 +233,7 @@ def test_a_cancel_while_the_setup_runs_is_no_broken_environment(
         assert "Slurm ended it" in note.read_text()
 
 
+@pytest.mark.slow
 def test_nodes_on_the_command_line_replace_those_of_the_script(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
