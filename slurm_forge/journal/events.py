@@ -10,6 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from slurm_forge.journal.comebacks import (
+    Held,
+    NodesStruck,
+    RequeueDone,
+    RequeueFailed,
+    RequeueIntended,
+)
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
@@ -304,67 +311,6 @@ class ProbeMeasured:
     late_hosts: tuple[str, ...] = ()
     count: int = 1
     kind: Literal["probe"] = "probe"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequeueIntended:
-    """Durable intent, written before Slurm is asked; ``reconcile`` carries it out if need be."""
-
-    job: str
-    method: str
-    reason: str
-    kind: Literal["requeue_intended"] = "requeue_intended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequeueDone:
-    """Slurm took it: the same job again, or ``successor``."""
-
-    job: str
-    method: str
-    successor: str | None = None
-    kind: Literal["requeue_done"] = "requeue_done"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequeueFailed:
-    """Slurm did not take it; the intent stays open."""
-
-    job: str
-    method: str
-    reason: str
-    kind: Literal["requeue_failed"] = "requeue_failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The job waits in the queue, held: whoever releases it lets the run go on.
-
-    ``restart_count`` is that of the attempt which asked for it; a later start was released, where
-    Slurm has ``confirmed`` that it holds the job (else it may have started it by itself).
-    """
-
-    job: str
-    restart_count: int
-    reason: str
-    confirmed: bool = False
-    kind: Literal["held"] = "held"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodesStruck:
-    """Nodes that an incident started on were noted in the node ledger.
-
-    ``excluded`` are those of them that are left out from now on, ``until`` the earliest time at
-    which one of those may be used again.
-    """
-
-    nodes: tuple[str, ...]
-    cause: str
-    incident_id: str = ""
-    excluded: tuple[str, ...] = ()
-    until: float | None = None
-    kind: Literal["nodes_struck"] = "nodes_struck"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

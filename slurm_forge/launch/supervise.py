@@ -11,13 +11,10 @@ import json
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from signal import Signals
 
 from slurm_forge.control import Hub
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
@@ -32,6 +29,7 @@ from slurm_forge.launch.attempt import (
     Refusal,
     begin,
 )
+from slurm_forge.launch.batch_signals import BatchSignals
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
@@ -60,29 +58,6 @@ _LONGEST_PAUSE_S = 120.0
 _URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 
 
-@dataclass(slots=True)
-class _Current:
-    """The conductor that signals for the batch step go to."""
-
-    conductor: Conductor | None = None
-    early: list[str] | None = None
-    _seen: threading.Event = field(default_factory=threading.Event)
-
-    def signal(self, signal: Signals) -> None:
-        if self.conductor is not None:
-            self.conductor.signal(signal.name)
-        else:
-            self.early = [*(self.early or []), signal.name]
-            self._seen.set()
-
-    def wait(self, seconds: float) -> None:
-        """Between two launches; a signal is acted on at once, by the next of them."""
-        if seconds > 0:
-            self._seen.clear()
-            if not self.early:
-                self._seen.wait(seconds)
-
-
 def supervise(
     run: RunDirectory,
     payload: Sequence[str],
@@ -97,7 +72,7 @@ def supervise(
 
     0 also for a run that is held: what it waits for is a person, and its verdict is in the journal.
     """
-    current = _Current()
+    current = BatchSignals()
     SignalWatcher(current.signal)
     if environment.heterogeneous:
         raise ForgeError(
@@ -187,7 +162,7 @@ class _Supervisor:
         variables: dict[str, str],
         watch: JobWatch,
         back: ComingBack,
-        current: _Current,
+        current: BatchSignals,
         slurm: Slurm,
     ) -> None:
         self._attempt = attempt
