@@ -20,6 +20,7 @@ class BatchSignals:
     _seen: threading.Event = field(default_factory=threading.Event)
 
     def signal(self, signal: Signals) -> None:
+        """One has come: for the launch that is on, else for the next."""
         if self.conductor is not None:
             self.conductor.signal(signal.name)
         else:
