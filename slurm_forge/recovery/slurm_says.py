@@ -209,9 +209,11 @@ def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
 def failed_node(facts: LaunchFacts) -> str:
     """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
     for words in (_NODE_FAILURE, _NOT_LAUNCHED):
-        found = words.search(facts.launcher_text)
-        if found is not None and found["node"]:
-            return found["node"]
+        # slurmstepd's line, which names none, may come before srun's.
+        named = (found["node"] for found in words.finditer(facts.launcher_text) if found["node"])
+        node = next(named, None)
+        if node is not None:
+            return str(node)
     before = None if facts.job_first is None else facts.job_first.failed_node
     for job in (facts.job_now, facts.job):
         if job is not None and job.failed_node and job.failed_node != before:
