@@ -51,7 +51,7 @@ def with_queue(facts: RunFacts, ask: Callable[[str], QueueAnswer | None] | None 
 
 
 def ask_slurm(job: str) -> QueueAnswer | None:
-    """What Slurm says of the job; None without Slurm, or without an answer within 3 s."""
+    """What Slurm says of the job, or that it did not answer within 3 s; None without Slurm."""
     if shutil.which("scontrol") is None:
         return None
     slurm = SubprocessSlurm.of_this_process()
@@ -60,7 +60,7 @@ def ask_slurm(job: str) -> QueueAnswer | None:
     try:
         return QueueAnswer(job, slurm.show_job(job))
     except ForgeError:
-        return None
+        return QueueAnswer(job, None, answered=False)
 
 
 def _not_started(folder: Path) -> Iterator[NotStarted]:

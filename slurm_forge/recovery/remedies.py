@@ -12,17 +12,20 @@ _UNSTABLE = (
 )
 _REMEDIES = {
     Cause.CUDA_OOM: "use smaller models or sequences, activation checkpointing, or more GPUs",
-    Cause.HOST_OOM: "ask for more memory (resources.mem), or use fewer data-loader workers",
+    Cause.HOST_OOM: "ask for more memory (slurm-forge requeue RUN --mem 2G), or use fewer "
+    "data-loader workers",
     Cause.NON_FINITE: _UNSTABLE,
     Cause.LOSS_SPIKE: _UNSTABLE,
-    Cause.TIME_LIMIT: "save more often (checkpoint.every_minutes), or ask for more time",
+    Cause.TIME_LIMIT: "save more often (checkpoint.every_minutes), or ask for more time "
+    "(slurm-forge requeue RUN --time 8:00:00)",
     Cause.PREEMPTED: "save more often (checkpoint.every_minutes), or choose a partition that is "
     "preempted less",
     Cause.ADMIN_REQUEUE: "ask the cluster's support why it is requeued",
-    Cause.NODE_FAIL: "leave the failing nodes out (resources.exclude)",
+    Cause.NODE_FAIL: "leave the failing nodes out (slurm-forge requeue RUN --exclude NODES)",
     Cause.HANG: "look in the output for what the rank that the evidence names was waiting for",
     Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",
-    Cause.GPU_ERROR: "report the node to the cluster's support and leave it out",
+    Cause.GPU_ERROR: "report the node to the cluster's support and leave it out "
+    "(slurm-forge requeue RUN --exclude NODES)",
     Cause.STORAGE: "look at quota and free space of the run's file system",
     Cause.CHECKPOINT_BAD: "see why none is used (slurm-forge checkpoints list): promote one, or "
     "bring the folder back",
@@ -35,5 +38,5 @@ _REMEDIES = {
 
 
 def remedy(cause: Cause) -> str:
-    """One line, in the imperative."""
+    """One line, in the imperative; RUN in a command stands for the name of the run."""
     return _REMEDIES.get(cause, "look at the evidence (slurm-forge explain)")

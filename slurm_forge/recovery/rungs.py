@@ -138,7 +138,9 @@ def _smaller_micro_batch(
     if given.batch_coupled:
         return "batch_coupled: the micro-batch is part of the result"
     now = incident.micro_batch or plan.micro_batch
-    if now is None or now <= 1:
+    if now is None:
+        return "what the micro-batch was is not known (the rank said nothing)"
+    if now <= 1:
         return "the micro-batch can't get any smaller"
     return min(now - 1, max(1, int(now * (rung.factor or 0.5))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
@@ -16,6 +17,9 @@ from slurm_forge.vocabulary.cause import Cause
 __all__ = ["go_on", "next_in_story", "next_steps"]
 
 _BY_ADMIN = "JobHeldAdmin"
+#: Commands in what a person can do, before the run has a name.
+_REQUEUE = "slurm-forge requeue RUN "
+_COMMAND = re.compile(rf" \({_REQUEUE}[^()]*\)")
 _REPAIR = "repair the environment that the job starts in (its modules, its Python)"
 
 
@@ -93,9 +97,12 @@ def next_in_story(
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)
         first = _reasoned(state) or _remedy(None if last is None else last.cause)
-        return (_then(first, _asks_administrator(standing) or onward),)
+        if _asks_administrator(standing):
+            return (_then(_COMMAND.sub("", first), _asks_administrator(standing)),)
+        return (_going_on(first, facts.reference, state.job, onward),)
     if standing.trouble is not None:
-        return (_then(_remedy(standing.trouble.incident.cause), onward),)
+        first = _remedy(standing.trouble.incident.cause)
+        return (_going_on(first, facts.reference, state.job, onward),)
     return next_steps(facts, state, standing)
 
 
@@ -103,6 +110,14 @@ def _asks_administrator(standing: Standing) -> str:
     """What is to be done where nobody else can let it go on."""
     waiting = standing.waiting
     return waiting.next if waiting is not None and waiting.reason == _BY_ADMIN else ""
+
+
+def _going_on(first: str, name: str, job: str, onward: str) -> str:
+    """What to change and the command to go on with, which may be the one that changes it."""
+    if again(name, job) != f"slurm-forge requeue {name}":  # it was started on this machine
+        return _then(_COMMAND.sub("", first), onward)
+    named = first.replace(_REQUEUE, f"slurm-forge requeue {name} ")
+    return named if named != first else _then(first, onward)
 
 
 def _then(first: str, onward: str) -> str:

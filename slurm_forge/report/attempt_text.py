@@ -211,7 +211,7 @@ class AttemptTeller:
     def _incident(
         self, one: s.AttemptStory, launch: s.LaunchStory, incident: s.IncidentStory, *, last: bool
     ) -> Iterator[str]:
-        seen = self._evidence(incident.evidence)
+        seen = self._evidence(incident.evidence, one.number)
         sure = incident.confidence or "its evidence was lost"
         if incident.found_out is not None:
             sure += f"; found out {t.moment(incident.found_out, self._now, self._zone)}"
@@ -229,7 +229,7 @@ class AttemptTeller:
         told = list(consequences(one, launch, incident, last=last, run=self._run, zone=self._zone))
         yield from (f"  {line}" for line in _wrapped(told))
 
-    def _evidence(self, evidence: Sequence[s.Observation]) -> list[str]:
+    def _evidence(self, evidence: Sequence[s.Observation], attempt: int) -> list[str]:
         """All of it in full; else the strongest, and in a few words who only followed."""
         if self._full:
             return _told(evidence, 0)
@@ -238,7 +238,8 @@ class AttemptTeller:
         own = [each for each in evidence if each not in (*followed, *silent)]
         told = _told(own[:_SHOWN_EVIDENCE], self._limit)
         if len(own) > _SHOWN_EVIDENCE:
-            told.append(f"{t.number(len(own) - _SHOWN_EVIDENCE)} more pieces with --attempt")
+            more = t.plural(len(own) - _SHOWN_EVIDENCE, "more piece")
+            told.append(f"{more} with --attempt {attempt}")
         told += _gone(silent)
         told += [f"{t.clean(each.text, _SHORT)}{_ONLY_FOLLOWED}" for each in followed]
         return told
@@ -315,7 +316,7 @@ def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
 
 
 def _told(evidence: Sequence[s.Observation], limit: int) -> list[str]:
-    return [f"{t.clean(seen.source, 60)}: {t.clean(seen.text, limit)}" for seen in evidence]
+    return [t.observed(seen.source, seen.text, limit) for seen in evidence]
 
 
 def _gone(silent: Sequence[s.Observation]) -> list[str]:

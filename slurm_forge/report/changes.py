@@ -53,6 +53,7 @@ def what_changed(
         *_from_training(lineage),
         *_from_resumes(ordered),
         *_beside(decisions, global_batch, nodes_asked),
+        *_by_persons(ordered),
     ]
     return tuple(sorted(found, key=lambda change: not change.science))
 
@@ -200,6 +201,18 @@ def _way(first: Change, last: Change, global_batch: int | None, asked: int | Non
             return f"nodes left out: {new or 'none any more'}"
 
 
+def _by_persons(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+    """What a person asked for otherwise at a later start: nothing of it is what is computed."""
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.UserAsked) and event.verb.startswith(_CHANGE):
+            who = f", asked for by {clean(event.user, 64)}" if event.user else ""
+            text = f"{clean(event.verb.removeprefix(_CHANGE), 300)}{who}"
+            yield ScienceChange(parameter="asked", text=text, science=False)
+
+
+#: How the verb of a person begins who changed something of the job file.
+_CHANGE = "change "
 #: Differences of a resume that the result follows from; the rest is how it is computed.
 _SCIENCE = ("data ", "data.", "sampling.", "job.args", "job.entry", "model", "optimizer")
 

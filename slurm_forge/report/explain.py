@@ -34,6 +34,9 @@ def explain(facts: RunFacts) -> RunStory:
     started = history.attempts[0].started if history.attempts else None
     last_seen = max((a.last_seen for a in history.attempts), default=None)
     until = last_seen if now.status in AT_REST else facts.now
+    if now.status is RunStatus.RUNNING and not now.doubtful and _trains(history):
+        # What it does since its last word will be told with the next one: nothing is lost by that.
+        until = history.lineage.trained_until
     elapsed = None if started is None or until is None else max(0.0, until - started)
     line = history.lineage
     training = sum(line.training_s.values())
@@ -93,6 +96,17 @@ def only_attempt(story: RunStory, number: int) -> RunStory | None:
     """The same story with one attempt; None if the run has no such attempt."""
     chosen = tuple(attempt for attempt in story.attempts if attempt.number == number)
     return replace(story, attempts=chosen) if chosen else None
+
+
+def _trains(history: History) -> bool:
+    """Whether the newest launch trains, and nothing has gone wrong since it does."""
+    newest = history.attempts[-1] if history.attempts else None
+    launch = newest.launches[-1] if newest is not None and newest.launches else None
+    if newest is None or launch is None or not launch.resumes:
+        return False
+    if newest.ended is not None or launch.ended is not None or launch.stop_step is not None:
+        return False
+    return all(each.time <= launch.resumes[-1].time for each in launch.incidents)
 
 
 def _first_wait(history: History, status: RunStatus, now: float) -> float:

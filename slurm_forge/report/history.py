@@ -41,7 +41,8 @@ class History:
 
 def tell(ordered: Sequence[Record]) -> History:
     """Tell the records of a run, in their order and without fenced ones."""
-    beyond = Beyond(trace(ordered), spending(ordered))
+    line = trace(ordered)
+    beyond = Beyond(line, spending(ordered, line.unsaid_s))
     attempts: dict[int, _Attempt] = {}
     acts: list[s.ActStory] = []
     for record in ordered:

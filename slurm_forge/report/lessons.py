@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from slurm_forge.journal import RunStatus
 from slurm_forge.report.planned import factor, memory_times
 from slurm_forge.report.skipping import row_of
 from slurm_forge.report.story import (
@@ -16,7 +17,6 @@ from slurm_forge.report.story import (
 )
 from slurm_forge.report.text import clean, plural, span
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["next_time"]
 
@@ -31,6 +31,8 @@ _SUSPECT = re.compile(r"suspect ([\w.,\- ]+)$")
 _INDICES = re.compile(r"dataset\[.*$")
 #: How a note of the memory's watch begins.
 _ALLOCATOR = "allocator retries"
+#: And that of a run whose faults somebody asked for: no node is to blame for these.
+_ON_PURPOSE = "faults on purpose"
 
 
 def next_time(story: RunStory) -> tuple[str, ...]:
@@ -43,7 +45,10 @@ def _lessons(story: RunStory) -> Iterator[str]:
     incidents = [incident for launch in launches for incident in launch.incidents]
     yield from _memory(story, incidents)
     yield from _data(story, launches)
-    yield from _nodes(launches)
+    if not any(
+        note.startswith(_ON_PURPOSE) for attempt in story.attempts for note in attempt.notes
+    ):
+        yield from _nodes(launches)
     if sum(each.cause == Cause.LOSS_SPIKE.value for each in incidents) >= _TWICE:
         yield "try a lower learning rate or a longer warm-up: the loss jumped more than once"
     if story.repeated_s > max(_REPEATED_S, _REPEATED_SHARE * story.training_s):
@@ -60,17 +65,17 @@ def _lessons(story: RunStory) -> Iterator[str]:
 
 def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:
     shrunk = _new_values(incidents, "micro_batch")
-    if shrunk and not _held_for(incidents, Cause.CUDA_OOM):
+    if shrunk and _helped(story, incidents, "micro_batch"):
         often = "" if len(shrunk) == 1 else f" (memory ran out {len(shrunk)} times)"
         yield f"write micro_batch_size={clean(shrunk[-1], 20)} in the program{often}"
     raised = _new_values(incidents, "mem_factor")
-    if raised:
+    if raised and _helped(story, incidents, "mem_factor"):
         yield f"ask for {_memory_taken(story, raised[-1])}"
     longer = _new_values(incidents, "time_factor")
-    if longer:
+    if longer and _helped(story, incidents, "time_factor"):
         yield f"ask for {factor(longer[-1])} times the time limit from the start (resources.time)"
     fewer = _new_values(incidents, "worker_factor")
-    if fewer:
+    if fewer and _helped(story, incidents, "worker_factor"):
         yield f"start with fewer data-loader workers (x{factor(fewer[-1])} did it), or more memory"
     notes = (note for attempt in story.attempts for note in attempt.notes)
     if not shrunk and any(note.startswith(_ALLOCATOR) for note in notes):
@@ -128,12 +133,13 @@ def _suspects(evidence: Iterable[Observation]) -> Iterator[str]:
             yield from (host.strip() for host in found[1].split(",") if host.strip())
 
 
-def _held_for(incidents: list[IncidentStory], cause: Cause) -> bool:
-    """Whether nothing helped against it in the end."""
-    last = incidents[-1] if incidents else None
-    if last is None or last.cause != cause.value or last.decision is None:
-        return False
-    return last.decision.action == Action.HOLD.value
+def _helped(story: RunStory, incidents: list[IncidentStory], parameter: str) -> bool:
+    """Whether training got past what the parameter was changed for, the newest of it included."""
+    if story.status == RunStatus.FINISHED.value:
+        return True
+    changed = {each.cause for each in incidents if _new_values([each], parameter)}
+    newest = {each.cause: each for each in incidents if each.cause in changed}
+    return all(each.recovered for each in newest.values())
 
 
 def _new_values(incidents: Iterable[IncidentStory], parameter: str) -> list[str]:

@@ -1,12 +1,14 @@
 """Which steps stayed: training is a line that is cut back whenever an older checkpoint is resumed.
 
 Progress is written every few seconds, checkpoints exactly, and it is checkpoints that are resumed:
-so what had to be repeated is exact in steps and good to a few seconds in time.
+so what had to be repeated is exact in steps and good to a few seconds in time.  Steps that only
+the end of a launch tells of are given the run's usual pace: a rank that dies says nothing of when.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,7 +51,8 @@ class Lineage:
 
     ``undone`` are those that training went back over.  ``followed`` holds the launches after which
     training was begun again.  ``figures`` are the newest logged ones of steps that stayed, by name.
-    ``trained_until`` is the time of the last step that was seen.  Of incidents, by their id:
+    ``trained_until`` is the time of the last step that was seen, ``unsaid_s`` what the steps took
+    that only the end of a launch tells of.  Of incidents, by their id:
     ``costs``, and those that training has ``passed``; ``after`` says which one a resume was for (by
     the identity of its event).  ``plans`` are those that the steps which stayed were trained under;
     ``coming`` is in force from the next start on.
@@ -58,6 +61,7 @@ class Lineage:
     step: int | None = None
     trained_until: float | None = None
     training_s: dict[LaunchKey, float] = field(default_factory=dict)
+    unsaid_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_steps: dict[LaunchKey, int] = field(default_factory=dict)
     followed: set[LaunchKey] = field(default_factory=set)
@@ -113,16 +117,24 @@ def by_rank_0(record: Record) -> bool:
 
 def trace(ordered: Iterable[Record]) -> Lineage:
     """Follow the line through records in their order, fenced ones left out."""
-    tracer = _Tracer()
-    for record in ordered:
-        tracer.hear(record)
+    records = list(ordered)
+    tracer = _heard(_Tracer(), records)
+    if tracer.guessed and tracer.pace is not None:
+        # A launch that died young says little of the run's pace: those after it say more.
+        tracer = _heard(_Tracer(tracer.pace), records)
     return tracer.done()
+
+
+def _heard(tracer: _Tracer, records: Iterable[Record]) -> _Tracer:
+    for record in records:
+        tracer.hear(record)
+    return tracer
 
 
 class _Tracer:
     """The line while its records are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: float | None = None) -> None:
         self._line = Lineage()
         self._segments: list[_Segment] = []
         self._seen: list[LaunchKey] = []
@@ -132,6 +144,21 @@ class _Tracer:
         self._waiting: dict[str, bool] = {}
         #: (step, id) of incidents that training has not got past, the lowest step first.
         self._ahead: list[tuple[int, str]] = []
+        #: Seconds a step, for steps of which nobody knows when they were, as far as it is known.
+        self._usual_s = pace
+        #: Steps whose time is known, and what they took.
+        self._timed_steps = 0
+        self._timed_s = 0.0
+
+    @property
+    def guessed(self) -> bool:
+        """Whether there are steps of which nobody knows when they were."""
+        return bool(self._line.unsaid_s)
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a step, of those whose time is known."""
+        return self._timed_s / self._timed_steps if self._timed_steps else None
 
     def done(self) -> Lineage:
         """The whole line."""
@@ -153,7 +180,7 @@ class _Tracer:
                     self._log(event, record.time)
             case ev.LaunchEnded() if event.step is not None:
                 # A few steps may have come after the last line of progress; when, nobody knows.
-                if self._reach(key, event.step, None):
+                if self._reach(key, event.step, record.time, said=False):
                     line.step = max(event.step, line.step or 0)
             case ev.IncidentSeen():
                 self._incident(key, event.incident, record)
@@ -166,17 +193,32 @@ class _Tracer:
             case _:
                 pass
 
-    def _reach(self, key: LaunchKey, step: int, time: float | None) -> bool:
-        """Whether the launch trains; ``time`` None: it was there before anybody said so."""
+    def _reach(self, key: LaunchKey, step: int, time: float, *, said: bool = True) -> bool:
+        """Whether the launch trains; not ``said``: it was there at some time before ``time``."""
         while self._ahead and self._ahead[0][0] < step:
             self._line.passed.add(heapq.heappop(self._ahead)[1])
         if not self._segments or self._segments[-1].key != key:
             return False
         segment = self._segments[-1]
-        before = segment.until
-        segment.reach(step, before if time is None else time)
+        before, more = segment.until, max(0, step - segment.head)
+        if said:
+            segment.reach(step, time)
+            self._timed_steps += more
+            self._timed_s += segment.until - before
+        else:
+            took = self._usual(more, time - before)
+            segment.reach(step, before + took)
+            _add(self._line.unsaid_s, key, took)
         _add(self._line.training_s, key, segment.until - before)
         return True
+
+    def _usual(self, steps: int, most: float) -> float:
+        """What so many steps take at the pace of those before, in seconds, ``most`` at most."""
+        pace = self.pace if self._usual_s is None else self._usual_s
+        if pace is None or not math.isfinite(most):
+            return 0.0
+        took = steps * pace
+        return max(0.0, min(took, most)) if math.isfinite(took) else 0.0
 
     def _resumed(self, key: LaunchKey, event: ev.Resumed, time: float) -> None:
         line, step = self._line, event.step
@@ -201,7 +243,7 @@ class _Tracer:
 
     def _incident(self, key: LaunchKey, incident: Incident, record: Record) -> None:
         line, step = self._line, incident.step
-        if step is not None and self._reach(key, step, record.time if by_rank_0(record) else None):
+        if step is not None and self._reach(key, step, record.time, said=by_rank_0(record)):
             line.step = max(step, line.step or 0)
         trains = bool(self._segments) and self._segments[-1].key == key
         self._waiting.setdefault(incident.id, trains)

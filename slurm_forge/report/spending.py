@@ -57,9 +57,14 @@ class Spending:
         return sum(each * self.ranks.get(key, 0) for key, each in seconds.items())
 
 
-def spending(ordered: Iterable[Record]) -> Spending:
-    """Follow records in their order, fenced ones left out."""
-    meter = _Meter()
+def spending(
+    ordered: Iterable[Record], unsaid_s: Mapping[LaunchKey, float] | None = None
+) -> Spending:
+    """Follow records in their order, fenced ones left out.
+
+    ``unsaid_s`` is what launches trained after their last word, in seconds.
+    """
+    meter = _Meter(unsaid_s or {})
     for record in ordered:
         meter.hear(record)
     return meter.spent
@@ -68,8 +73,9 @@ def spending(ordered: Iterable[Record]) -> Spending:
 class _Meter:
     """Reads on: every moment of an attempt goes to training, a start, or nothing at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, unsaid_s: Mapping[LaunchKey, float]) -> None:
         self.spent = Spending()
+        self._unsaid_s = unsaid_s
         #: Until when the time of this attempt is accounted for.
         self._until: float | None = None
         self._ranks = 0
@@ -114,6 +120,8 @@ class _Meter:
                 if event.outcome == "finished":
                     self._until = None  # what a finished run takes to end
                 elif self._trains is not None:
+                    if self._until is not None:
+                        self._train(key, min(time, self._until + self._unsaid_s.get(key, 0.0)))
                     self._idle(time)
                 else:
                     self._first = False

@@ -12,9 +12,10 @@ from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.history import GO_ON, History
 from slurm_forge.report.purge import purge_warning
 from slurm_forge.report.story import AttemptStory, WaitingStory
-from slurm_forge.report.text import ago, clean, plural, span
+from slurm_forge.report.text import ago, clean, observed, plural, span
 from slurm_forge.report.trouble import Trouble, unmended
 from slurm_forge.report.waiting import why_waiting
+from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Standing", "again", "jobs_of", "standing", "warnings_of"]
 
@@ -25,6 +26,8 @@ _SHOWN_DAMAGE = 5
 #: How a batch script begins a note of a start that failed.
 _NOTE = re.compile(r"\S+Z job \S+ on (\S+)")
 _LONGEST_WHY = 300
+#: Said of a job that waits, as far as the journal knows.
+_WAITS = ", waits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,14 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
         doubtful = False
     held = state.held if status is RunStatus.HELD else None
     held_job = None if held is None else held.job
-    waiting = _waiting(facts, state, status, held_job)
-    if waiting is not None and not_started is None:
-        words = f"{words}: {waiting.text}" if held_job is None else words
+    waiting = _waiting(facts, state, status, held_job, newest)
+    if waiting is not None and not_started is None and held_job is None:
+        silent = facts.queue is not None and not facts.queue.answered
+        words = (
+            f"{words.partition(_WAITS)[0]}; {waiting.text}"
+            if silent
+            else f"{words}: {waiting.text}"
+        )
     if held_job is not None and not_started is None:
         sure = held is not None and held.confirmed
         words += f"; {_in_the_queue(held_job, waiting, sure=sure)}"
@@ -121,14 +129,26 @@ def _why(note: NotStarted) -> str:
 
 
 def _waiting(
-    facts: RunFacts, state: RunState, status: RunStatus, held_job: str | None
+    facts: RunFacts,
+    state: RunState,
+    status: RunStatus,
+    held_job: str | None,
+    newest: AttemptStory | None,
 ) -> WaitingStory | None:
     """What Slurm said of the job, where that is about the one that waits now."""
     waits = status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) or held_job is not None
     answer, job = facts.queue, held_job or state.job
     if answer is None or not waits or answer.job != job or state.open_intent is not None:
         return None
-    return why_waiting(answer, again=again(facts.reference, job), now=facts.now)
+    if held_job is not None and not answer.answered:
+        return None  # the journal says that it is held there: the last that is known
+    last = newest.launches[-1].incidents[-1:] if newest is not None and newest.launches else ()
+    return why_waiting(
+        answer,
+        again=again(facts.reference, job),
+        now=facts.now,
+        preempted=any(each.cause == Cause.PREEMPTED.value for each in last),
+    )
 
 
 def _refused(newest: AttemptStory | None) -> str:
@@ -151,7 +171,7 @@ def _before_that(trouble: Trouble | None) -> str:
     if trouble is None:
         return ""
     incident = trouble.incident
-    seen = "; ".join(f"{clean(e.source, 60)}: {clean(e.text, 160)}" for e in incident.evidence[:1])
+    seen = "; ".join(observed(e.source, e.text, 160) for e in incident.evidence[:1])
     told = f": {seen}" if seen else ""
     return f"; before that, in attempt {trouble.attempt}, {clean(incident.cause, 40)}{told}"
 

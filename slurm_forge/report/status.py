@@ -177,7 +177,8 @@ def _open(facts: RunFacts, state: RunState, status: RunStatus) -> tuple[str, ...
     if intent is not None:
         method, why = clean(intent.method, 60), clean(intent.reason, 200)
         found.append(f"{method} of job {clean(intent.job, 40)} ({why})")
-    if facts.stop_asked:
+    rests = status in (RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED)
+    if facts.stop_asked and not rests:
         found.append("the file STOP asks it to save, stop and stay away")
     if facts.save_asked:
         found.append("the file SAVE asks for a checkpoint")

@@ -230,7 +230,8 @@ class RunStory:
     """The whole run.
 
     ``goodput`` is ``kept_s`` (time spent on steps that stayed) over ``elapsed_s`` (since the first
-    start, until now or until the run came to rest).  ``training_s`` counts repeated steps too.
+    start, until now, until the last step where it trains, or until the run came to rest).
+    ``training_s`` counts repeated steps too.
     ``startup_s`` is what the very first launch took until it trained, ``ending_s`` what a finished
     run took after its last step: no run is spared these.
     ``next`` is what a person can do now, ``next_time`` what would make another run smoother.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime, tzinfo
 
@@ -17,6 +18,7 @@ __all__ = [
     "moment",
     "nodes",
     "number",
+    "observed",
     "paragraph",
     "period",
     "plural",
@@ -35,6 +37,8 @@ _SHOWN_JOBS = 3
 _NODES_WIDTH = 80
 #: Less than a week, so that a weekday names one day only.
 _WEEK_S = 6 * 86400.0
+#: What we write into the output ourselves where a launch begins.
+_OUR_OWN = re.compile(r"slurm_forge: launch \d+\.\d+\s*")
 
 
 def clean(text: object, limit: int = 0) -> str:
@@ -45,6 +49,12 @@ def clean(text: object, limit: int = 0) -> str:
     one_line = " ".join(str(text).split())
     shown = "".join(c if c.isprintable() else "?" for c in one_line)
     return shown[: limit - 1] + "…" if 0 < limit < len(shown) else shown
+
+
+def observed(source: str, text: str, limit: int = 0) -> str:
+    """Evidence with where it was seen, said once, and without what we have printed ourselves."""
+    told = _OUR_OWN.sub("", text).strip().removeprefix(f"{source}: ")
+    return f"{clean(source, 60)}: {clean(told, limit)}"
 
 
 def paragraph(text: str) -> str:

@@ -20,11 +20,13 @@ from slurm_forge.slurm.states import ACTIVE, TERMINAL, JobState
 __all__ = ["QueueAnswer", "job_to_ask_about", "why_waiting"]
 
 _NOTHING = "nothing to do: it starts when its turn comes"
+#: What a preempted job waits for, in Slurm's words, while the one that preempted it runs.
+_TAKEN = ("Nodes required for job are DOWN, DRAINED", "ReqNodeNotAvail, May be reserved")
 _JOB_ID = re.compile(r"[a-z]+:(\d{1,10}(?:_\d{1,10})?)")
 #: Reasons of a job that only a release lets start, and who holds it.
 _HELD = {
     "JobHeldUser": "held in the queue",
-    "job requeued in held state": "held in the queue, put back there held",
+    "job requeued in held state": "held by an administrator or by yourself (scontrol requeuehold)",
     "job requeued in special exit state": "held in the queue after a special exit",
     "JobHoldMaxRequeue": "held by Slurm: it was requeued too often (MaxBatchRequeue)",
     "launch failed requeued held": "held by Slurm: its start failed on the node",
@@ -97,7 +99,7 @@ _PLAIN = (
     (
         "BadConstraints",
         "no node has what it asks for",
-        "it will not start like this: ask for other nodes, then cancel it and submit again",
+        "it will not start like this: {again} --mem … (or --partition …), with what a node has",
     ),
     (
         "DependencyNeverSatisfied",
@@ -120,10 +122,14 @@ _BUDGET = re.compile(r"Grp\w*(?<!Run)Minutes|GrpWall")
 
 @dataclass(frozen=True, slots=True)
 class QueueAnswer:
-    """What Slurm said about ``job``; ``record`` is None where it does not know it (any more)."""
+    """What Slurm said about ``job``; ``record`` is None where it does not know it (any more).
+
+    Not ``answered``: it was asked and did not answer, so that nothing is known.
+    """
 
     job: str
     record: JobRecord | None
+    answered: bool = True
 
 
 def job_to_ask_about(records: Iterable[Record]) -> str | None:
@@ -137,14 +143,26 @@ def job_to_ask_about(records: Iterable[Record]) -> str | None:
 
 
 def why_waiting(
-    answer: QueueAnswer, *, again: str, now: float, zone: tzinfo | None = None
+    answer: QueueAnswer,
+    *,
+    again: str,
+    now: float,
+    zone: tzinfo | None = None,
+    preempted: bool = False,
 ) -> s.WaitingStory:
-    """In words; ``again`` is the command that starts the run another time."""
+    """In words; ``again`` is the command that starts the run another time.
+
+    ``preempted``: another job took its nodes, so that nobody need look for what is wrong with them.
+    """
     job, record = t.clean(answer.job, 40), answer.record
+    if not answer.answered:
+        told = "Slurm does not answer: whether it waits is not known"
+        return _story(job, "", "", told, f"ask again later (squeue -j {job})")
     if record is None:
         told = f"Slurm does not know job {job} any more"
         return _story(job, "", "", told, f"it will not start: {again}")
     state, reason = t.clean(record.state_text, 40), _reason(record)
+    taken = preempted and record.state is JobState.PENDING and reason.startswith(_TAKEN)
     if record.state in TERMINAL:
         told = f"Slurm says that job {job} is over ({state})"
         return _story(job, state, reason, told, f"it will not start again: {again}")
@@ -156,6 +174,9 @@ def why_waiting(
         return _story(job, state, reason, told, "nothing to do: it should be heard of soon")
     expected = _timestamp(record.start_time) or _timestamp(record.eligible_time)
     text, next_, held = _pending(record, reason, job, again, expected, now, zone)
+    if taken:
+        told = f"others have its nodes, probably the job that preempted it ({reason})"
+        text, next_ = _expecting(told, expected, now, zone), _NOTHING
     soon = expected is not None and expected > now and not held
     return s.WaitingStory(
         job=job,

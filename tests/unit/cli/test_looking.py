@@ -292,6 +292,22 @@ def test_follow_and_json_exclude_each_other(shell: Shell, scribe: Scribe) -> Non
     assert shell("status", "tiny-gpt", "--follow", "--json").exit_code == 2
 
 
+def test_a_controller_that_does_not_answer_is_said_to_be_silent(
+    shell: Shell, scribe: Scribe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(scontrol.parent), prepend=":")
+    trained(scribe)
+    scribe.requeued()
+    for verb in ("status", "explain"):
+        text = shell(verb, "tiny-gpt").stdout
+        assert "; Slurm does not answer: whether it waits is not known" in text
+        assert "it starts when there is room" not in text
+
+
 def test_a_run_that_is_a_file(shell: Shell, tmp_path: Path) -> None:
     result = shell("status", "./train.yaml")
     assert result.exit_code == 2

@@ -97,6 +97,13 @@ def test_out_of_memory_halves_the_micro_batch_down_to_one_and_then_holds() -> No
     assert "can't get any smaller" in life.decisions[-1].reason
 
 
+def test_a_micro_batch_that_nobody_knows_is_not_said_to_be_the_smallest() -> None:
+    life = Life(Recovery.model_validate({"cuda_oom": [{"do": "shrink_micro_batch", "times": 1}]}))
+    found = life.happens(Cause.CUDA_OOM, micro_batch=None)
+    assert found.action is Action.HOLD
+    assert "what the micro-batch was is not known (the rank said nothing)" in found.reason
+
+
 @given(now=st.integers(2, 10_000), factor=st.floats(0.001, 0.999))
 def test_a_shrunk_micro_batch_is_smaller_and_not_empty(now: int, factor: float) -> None:
     rungs = {"cuda_oom": [{"do": "shrink_micro_batch", "times": 1, "factor": factor}]}
@@ -150,7 +157,7 @@ def test_host_memory_is_raised_step_by_step_and_then_less_is_used() -> None:
         ("worker_factor", "1", "0.5")
     ]
     assert found[6].action is Action.HOLD
-    assert "resources.mem" in found[6].reason
+    assert "slurm-forge requeue RUN --mem 2G" in found[6].reason
 
 
 @pytest.mark.parametrize(

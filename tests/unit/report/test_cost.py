@@ -86,6 +86,28 @@ def test_what_is_lost_adds_up_to_what_the_header_says(scribe: Scribe) -> None:
     assert (story.lost_rank_s + story.idle_rank_s) / 8 == pytest.approx(rest, abs=1e-6)
 
 
+def test_steps_that_only_the_end_of_a_launch_tells_of_took_their_time(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 1, seconds=0.01)  # young ones say little of the pace
+    scribe.later(300).incident(Cause.APP_ERROR, Action.RELAUNCH, step=20)
+    scribe.relaunch()
+    scribe.resume(0)
+    scribe.train(1, 100)
+    scribe.later(30).incident(Cause.APP_ERROR, Action.RELAUNCH, step=120)
+    scribe.relaunch()
+    scribe.resume(100)
+    first, second = incidents(scribe.facts())
+    assert (first.repeated_steps, second.repeated_steps) == (20, 20)
+    assert first.lost_s == pytest.approx(190, rel=0.02)
+    assert second.lost_s == pytest.approx(30)  # never more than there was
+    assert (first.idle_s, second.idle_s) == (pytest.approx(110, rel=0.03), 0)
+    story = explain(scribe.facts())
+    assert story.elapsed_s is not None
+    rest = story.elapsed_s - story.kept_s - story.startup_s
+    assert (story.lost_rank_s + story.idle_rank_s) / 8 == pytest.approx(rest, abs=1e-6)
+
+
 def test_a_start_that_failed_is_lost_to_what_it_failed_of(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)

@@ -53,7 +53,8 @@ def test_the_strongest_evidence_is_told_and_all_of_it_on_request(scribe: Scribe)
     evidence = tuple(Evidence(f"source {n}", f"fact {n}") for n in range(1, 7))
     scribe.incident(Cause.NODE_FAIL, Action.REQUEUE, evidence=evidence)
     text = told(scribe.facts())
-    assert "source 1: fact 1; source 2: fact 2; source 3: fact 3; 3 more pieces with" in text
+    three = "source 1: fact 1; source 2: fact 2; source 3: fact 3"
+    assert f"{three}; 3 more pieces with --attempt 1" in text
     assert "fact 4" not in text
     assert all(f"source {n}: fact {n}" in told(scribe.facts(), attempt=1) for n in range(1, 7))
 
@@ -110,6 +111,24 @@ def test_a_strike_that_leaves_nothing_out_and_one_without_its_incident(scribe: S
     assert "\n  n06 struck (hang)\n" in told(scribe.facts())
 
 
+def test_one_more_piece_is_one_piece(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    evidence = tuple(Evidence(f"source {n}", f"fact {n}") for n in range(1, 5))
+    scribe.incident(Cause.NODE_FAIL, Action.REQUEUE, evidence=evidence)
+    assert "; 1 more piece with --attempt 1 " in told(scribe.facts())
+
+
+def test_what_srun_says_is_told_once_and_without_our_own_lines(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    said = "slurm_forge: launch 1.1\nslurm_forge: launch 1.1\nsrun: error: Node failure on n4"
+    scribe.incident(Cause.NODE_FAIL, Action.REQUEUE, source="srun", text=said)
+    for text in (told(scribe.facts()), told(scribe.facts(), attempt=1)):
+        assert "   srun: error: Node failure on n4   (likely)" in text
+        assert "srun: srun:" not in text and "slurm_forge: launch" not in text
+
+
 def test_a_longer_limit_and_fewer_nodes_are_told_everywhere(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
@@ -136,9 +155,14 @@ def test_a_longer_limit_and_fewer_nodes_are_told_everywhere(scribe: Scribe) -> N
     assert "    nodes 4 → 3 · time limit x2.25 (so far x1.5) · to be started again\n" in text
     assert "for your science: nothing." in text
     assert "beside it: time limit x2.25 of what was asked; nodes 4 → 3." in text
-    assert "ask for 2.25 times the time limit from the start (resources.time)" in text
     shown = status_text(take_status(scribe.facts()), zone=timezone.utc)
     assert "changed     time limit x2.25 of what was asked; on 3 nodes\n" in shown
+    lesson = "ask for 2.25 times the time limit from the start (resources.time)"
+    assert lesson not in text  # nobody knows yet whether it helps
+    scribe.relaunch()
+    scribe.resume(20)
+    scribe.train(21, 22)
+    assert lesson in told(scribe.facts())
 
 
 def test_nodes_back_to_what_the_job_asks_for(scribe: Scribe) -> None:

@@ -235,7 +235,55 @@ def test_memory_and_micro_batch_are_not_science(scribe: Scribe) -> None:
         "micro-batch 32 → 16 with more accumulation, the same global batch throughout; "
         "nodes left out: n01.\n"
     ) in text
-    assert "Next time: write micro_batch_size=16 in the program.\n" in text
+    assert "micro_batch_size" not in text  # nobody knows yet whether it helps
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 2)
+    assert "Next time: write micro_batch_size=16 in the program.\n" in told(scribe.facts())
+
+
+def test_memory_that_did_not_do_is_no_lesson(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 3)
+    changes = (Change("mem_factor", "1", "1.5"), Change("worker_factor", "1", "0.5"))
+    plan = RecoveryPlan(mem_factor=1.5, worker_factor=0.5)
+    scribe.incident(Cause.HOST_OOM, Action.RAISE_MEM, changes=changes, plan=plan, step=3)
+    scribe.relaunch()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    lessons = " ".join(explain(scribe.facts()).next_time)
+    assert "1.5 times the memory" in lessons and "fewer data-loader workers" in lessons
+    next_ = "ask for more memory (slurm-forge requeue RUN --mem 2G), or use fewer workers"
+    reason = f"host_oom: nothing left to try; next: {next_}"
+    scribe.incident(Cause.HOST_OOM, Action.HOLD, plan=plan, step=6, reason=reason)
+    scribe.held(reason)
+    story = explain(scribe.facts())
+    assert story.next_time == ()
+    assert story.next == (next_.replace("RUN", "tiny-gpt"),)
+
+
+def test_a_person_who_asks_for_more_memory_has_changed_something(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    verb = 'change resources.mem: was "1G", is "2G"'
+    scribe.write("cli", ev.UserAsked(verb=verb, user="ada"), launch=1 << 30)
+    text = told(scribe.facts())
+    assert "What was changed for your science: nothing.\n" in text
+    assert 'changed beside it: resources.mem: was "1G", is "2G", asked for by ada.\n' in text
+
+
+def test_a_run_that_trains_has_lost_nothing_since_its_last_word(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    story = explain(scribe.facts(after=300))
+    assert story.goodput == pytest.approx(50 / 64)
+    assert " lost " not in told(scribe.facts(after=300))
+    # One that came to nothing, and is being started again, has.
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, step=5)
+    scribe.relaunch()
+    assert "lost 5 min" in told(scribe.facts(after=300))
 
 
 def test_an_unknown_parameter_counts_as_science(scribe: Scribe) -> None:

@@ -197,6 +197,10 @@ def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:
     assert screen(scribe.facts())["open"] == (
         "the file STOP asks it to save, stop and stay away | the file SAVE asks for a checkpoint"
     )
+    scribe.run.save_file.unlink()
+    scribe.incident(Cause.STOP_REQUESTED, Action.STOP)
+    scribe.end("stopped")
+    assert "open" not in screen(scribe.facts())  # it has done so
 
 
 def test_done_counts_even_where_the_journal_lost_its_last_line(scribe: Scribe) -> None:

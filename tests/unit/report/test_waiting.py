@@ -88,8 +88,8 @@ def held(scribe: Scribe, *, refused: str = "", confirmed: bool = True) -> None:
         ("launch_failed_requeued_held", "its start failed on the node", "scontrol release"),
         (
             "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_x",
-            "nodes that it needs are down, drained or reserved",
-            "sinfo -R",
+            "others have its nodes, probably the job that preempted it (Nodes required",
+            "nothing to do",
         ),
         ("ReqNodeNotAvail,_UnavailableNodes:n06", "UnavailableNodes:n06)", "sinfo -R"),
         ("ReqNodeNotAvail,_Reserved_for_maintenance", "reaches into a maintenance", "starts after"),
@@ -135,7 +135,10 @@ def test_records_of_a_real_slurm() -> None:
     told_of = why_waiting(canned("job_held"), again=AGAIN, now=TUESDAY)
     assert (told_of.text, told_of.held) == ("held in the queue", True)
     told_of = why_waiting(canned("job_requeued_and_held"), again=AGAIN, now=TUESDAY)
-    assert (told_of.text, told_of.held) == ("held in the queue, put back there held", True)
+    assert (told_of.text, told_of.held) == (
+        "held by an administrator or by yourself (scontrol requeuehold)",
+        True,
+    )
     delayed = canned("job_pending_requeued")
     start = 1795255044.0
     told_of = why_waiting(delayed, again=AGAIN, now=start - 121, zone=timezone.utc)
@@ -363,3 +366,30 @@ def test_a_note_without_words_and_a_finished_run(scribe: Scribe) -> None:
     scribe.finish(5)
     late = replace(note, time=scribe.now + 100)
     assert screen(replace(scribe.facts(), not_started=(late,)))["status"] == "finished"
+
+
+def test_where_slurm_does_not_answer_nobody_knows_whether_it_waits(scribe: Scribe) -> None:
+    requeued(scribe)
+    silent = QueueAnswer(JOB, None, answered=False)
+    shown = screen(replace(scribe.facts(after=60), queue=silent))
+    told_of = "Slurm does not answer: whether it waits is not known"
+    assert shown["status"] == f"requeued 60 s ago; {told_of}"
+    assert shown["next"] == f"ask again later (squeue -j {JOB})"
+
+
+def test_a_held_run_is_held_where_slurm_does_not_answer_as_well(scribe: Scribe) -> None:
+    held(scribe)
+    silent = screen(replace(scribe.facts(after=60), queue=QueueAnswer(JOB, None, answered=False)))
+    assert silent == screen(scribe.facts(after=60))
+
+
+def test_nodes_that_are_reserved_are_looked_into_where_nobody_preempted_it(scribe: Scribe) -> None:
+    answer = pending("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_p")
+    told_of = why_waiting(answer, again=AGAIN, now=TUESDAY)
+    assert told_of.text.startswith("nodes that it needs are down, drained or reserved")
+    assert "sinfo -R" in told_of.next
+
+
+def test_what_no_node_has_is_asked_for_otherwise() -> None:
+    told_of = why_waiting(pending("BadConstraints"), again=AGAIN, now=TUESDAY)
+    assert f"{AGAIN} --mem …" in told_of.next
