@@ -341,7 +341,7 @@ def test_a_frozen_rank_is_told_from_one_that_waits(silent: int, words: str) -> N
 def test_the_lost_node_is_named_whoever_speaks_first(first: bool) -> None:
     lines = [
         "srun: error: Node failure on n2\n",
-        f"slurmstepd-n1: error: *** STEP 7.0 ON n1 {AT} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n",
+        f"slurmstepd-n1: error: *** STEP 7.0 ON n1 {AT} DUE TO NODE FAILURE, SEE LOG ***\n",
     ]
     text = "".join(lines if first else reversed(lines))
     incident = judged(rank_signals=("SIGTERM",), job=job(restarts=1), launcher_text=text)
