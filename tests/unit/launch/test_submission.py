@@ -447,7 +447,8 @@ def test_a_held_job_is_changed_before_it_is_released(run: RunDirectory, queue: Q
     ]
     kept = read_run_file(run.spec_file).job.resources
     assert (kept.mem, kept.exclude, kept.partition) == (64 << 30, "n[1-2,9]", "long")
-    verbs = [r.event.verb for r in read_journal(run)[0] if isinstance(r.event, UserAsked)]
+    records = sorted(read_journal(run)[0], key=lambda r: r.time)  # every note is a file of its own
+    verbs = [r.event.verb for r in records if isinstance(r.event, UserAsked)]
     assert verbs[0].startswith("change resources.mem: was not given")
     assert verbs[-1] == "requeue"
 
