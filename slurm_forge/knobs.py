@@ -18,6 +18,8 @@ _NONCE = "SLURM_FORGE_NONCE"
 _ATTEMPT = "SLURM_FORGE_ATTEMPT"
 _LAUNCH = "SLURM_FORGE_LAUNCH"
 _STARTED = "SLURM_FORGE_STARTED"
+_AGENTS = "SLURM_FORGE_AGENTS"
+_AGENTS_NONCE = "SLURM_FORGE_AGENTS_NONCE"
 _LIFELINE = "SLURM_FORGE_LIFELINE"
 _SITE = "SLURM_FORGE_SITE"
 _RUNS = "SLURM_FORGE_RUNS"
@@ -31,7 +33,8 @@ class Knobs:
     """What the supervisor tells its ranks, and what a user may set.
 
     ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
-    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``nodes`` is
+    epoch).  ``agents`` and ``agents_nonce`` are the same for the standing agents of a step.
+    ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``nodes`` is
     the folder of the node ledger, or ``off``.
     """
 
@@ -40,6 +43,8 @@ class Knobs:
     attempt: int = 0
     launch: int = 0
     started: float | None = None
+    agents: str | None = None
+    agents_nonce: str = ""
     lifeline: bool = False
     site: str | None = None
     runs: str | None = None
@@ -55,6 +60,8 @@ class Knobs:
             attempt=_number(environ, _ATTEMPT, 0),
             launch=_number(environ, _LAUNCH, 0),
             started=_seconds(environ, _STARTED),
+            agents=environ.get(_AGENTS) or None,
+            agents_nonce=environ.get(_AGENTS_NONCE, ""),
             lifeline=_number(environ, _LIFELINE, 0) == 1,
             site=environ.get(_SITE) or None,
             runs=environ.get(_RUNS) or None,
@@ -70,6 +77,8 @@ class Knobs:
             _ATTEMPT: str(self.attempt),
             _LAUNCH: str(self.launch),
             _STARTED: None if self.started is None else repr(self.started),
+            _AGENTS: self.agents,
+            _AGENTS_NONCE: self.agents_nonce,
             _LIFELINE: "1" if self.lifeline else None,
             _SITE: self.site,
             _RUNS: self.runs,

@@ -178,6 +178,11 @@ class Hub:
             self._over = reason
             self._broadcast(p.Abort(reason=reason))
 
+    @property
+    def over(self) -> bool:
+        """Whether ranks have been told to leave."""
+        return self._over is not None
+
     def _forget_old(self) -> None:
         # Only what every rank has left behind: until then one may still ask about it anew.
         if len(self._members) < self.world_size:

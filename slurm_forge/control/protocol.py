@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
@@ -346,12 +347,12 @@ def encode(message: Message) -> bytes:
         kept //= 2  # escapes make a text up to six times as long
 
 
-def decode(line: bytes) -> Message:
-    """The message on a line; ``ControlChannelError`` when it is none of ours."""
+def decode(line: bytes, kinds: Sequence[type[Message]] = _KINDS) -> Message:
+    """The message on a line; ``ControlChannelError`` when it is none of ``kinds``."""
     try:
         body = json.loads(line)
         tag = body.pop("m")
-        kind = next(kind for kind in _KINDS if kind.tag == tag)
+        kind = next(kind for kind in kinds if kind.tag == tag)
         known = {f.name: f for f in fields(kind)}
         if set(body) != set(known):
             raise ValueError(f"fields of {tag}: {sorted(body)}")

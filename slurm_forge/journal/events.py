@@ -86,10 +86,11 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStarted:
-    """All ranks of a launch were started."""
+    """All ranks of a launch were started; ``start`` is a word of ``Start``."""
 
     world_size: int
     nodes: tuple[str, ...] = ()
+    start: str = "cold"
     kind: Literal["launch_started"] = "launch_started"
 
 

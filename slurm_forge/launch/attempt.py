@@ -32,7 +32,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.decision import Action, Decision, Start
 
 __all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
 
@@ -74,7 +74,7 @@ class Attempt:
         records, _ = read_journal(self.run, thin=True)
         return fold(records)
 
-    def next_launch(self, hub: Hub, nodes: tuple[str, ...] = ()) -> None:
+    def next_launch(self, hub: Hub, nodes: tuple[str, ...] = (), start: Start = Start.COLD) -> None:
         """Number the launch, brief the ranks that will join ``hub``.
 
         ``FencedError`` if another attempt has taken over since the launch before.
@@ -95,7 +95,7 @@ class Attempt:
             ),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
-        self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes))
+        self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes, start=start.value))
 
     def conclude(self, facts: LaunchFacts) -> Decision | None:
         """Journal how the launch ended; the decision, or None when the run is finished.

@@ -10,7 +10,13 @@ from typing import Protocol
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.journal.events import ProbeMeasured
-from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.launch_facts import (
+    Heartbeat,
+    LaunchFacts,
+    LostRank,
+    RankFailure,
+    WorkerEnd,
+)
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -27,6 +33,9 @@ class Launched(Protocol):
 
     def tail(self) -> str:
         """The last lines of the launcher's own output."""
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        """How ranks ended, where somebody but the launcher's output tells; in that order."""
 
 
 @dataclass(slots=True)
@@ -143,7 +152,13 @@ class Seen:
             late_ranks=() if late is None else late.late_ranks,
             late_hosts=() if late is None else late.late_hosts,
             exit_status=None if launched is None else launched.poll(),
+            ends=() if launched is None else launched.ends(),
             launcher_text="" if launched is None else launched.tail(),
             decided=self.decided,
-            killed_for_memory=self.killed_for_memory,
+            killed_for_memory=self.killed_for_memory or _memory_of(launched),
         )
+
+
+def _memory_of(launched: Launched | None) -> str:
+    ends = () if launched is None else launched.ends()
+    return next((f"{end.memory} on {end.host}" for end in ends if end.memory), "")

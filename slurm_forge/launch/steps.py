@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from slurm_forge.recovery.launch_facts import WorkerEnd
+
 __all__ = ["StepProcess", "srun_command"]
 
 _TAIL_LINES = 60
@@ -92,6 +94,14 @@ class StepProcess:
             return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        """Nothing: srun prints how its tasks end."""
+        return ()
+
+    def forget_tail(self) -> None:
+        """Another launch begins on the same step: what was printed before says nothing of it."""
+        self._tail.clear()
 
     def tail(self) -> str:
         """The last lines of its error output."""

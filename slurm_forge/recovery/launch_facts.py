@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Heartbeat", "LaunchFacts", "LostRank", "RankFailure"]
+__all__ = ["Heartbeat", "LaunchFacts", "LostRank", "RankFailure", "WorkerEnd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,24 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnd:
+    """How the process of a rank ended, as the agent says that has collected it.
+
+    ``signal`` is ``"SIGSEGV"`` or empty, ``exit_code`` None where a signal ended it; ``after`` is
+    counted from the beginning of the launch.  ``ours``: it was ended on our order.  ``memory`` is
+    what the kernel counted beside it, empty where nothing.
+    """
+
+    rank: int
+    host: str
+    signal: str
+    exit_code: int | None
+    after: timedelta
+    ours: bool = False
+    memory: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
     """Everything seen of a launch that has ended, or must.
 
@@ -89,6 +107,8 @@ class LaunchFacts:
     #: Of the ranks that were late, when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
     exit_status: int | None = None
+    #: In the order in which agents said it, where ranks have agents.
+    ends: tuple[WorkerEnd, ...] = ()
     #: The last of what srun printed, and of what Slurm printed into the batch step's output.
     launcher_text: str = ""
     batch_text: str = ""
