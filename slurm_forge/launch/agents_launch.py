@@ -17,6 +17,8 @@ __all__ = ["AgentsLaunch"]
 #: A rank that ended badly ends the others, as ``srun --kill-on-bad-exit`` does: they get this long
 #: for last words of their own, and to leave by themselves.
 _BAD_EXIT_S = 2.0
+#: And this long where they may unwind, which they are given up on before.
+_UNWIND_S = 4.0
 #: Who ends a step kills agents and workers in one go; the agents' end is seen this much later.
 _STEP_ENDS_S = 0.3
 #: Agents that don't say within this time that their workers are gone are ended with the step.
@@ -34,12 +36,15 @@ class AgentsLaunch:
         agents: AgentsHub,
         hub: Hub,
         launch: int,
+        *,
+        unwinds: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._step = step
         self._agents = agents
         self._hub = hub
         self._launch = launch
+        self._patience_s = _UNWIND_S if unwinds else _BAD_EXIT_S
         self._clock = clock
         self._began = clock()
         self._killed_at: float | None = None
@@ -80,7 +85,7 @@ class AgentsLaunch:
         if self._agent_gone_at is not None and now - self._agent_gone_at > _SRUN_S:
             if len(ends) + sum(not agent.connected for agent in known.values()) >= len(known):
                 self._step.kill()
-        elif bad and now - bad[0].at > _BAD_EXIT_S and self._killed_at is None:
+        elif bad and now - bad[0].at > self._patience_s and self._killed_at is None:
             self.kill()
         if self._killed_at is not None and now - self._killed_at > _CONFIRM_S:
             self._step.kill()

@@ -72,11 +72,13 @@ def with_agent(payload: Sequence[str], run: str) -> tuple[str, ...] | None:
 class StandingStep:
     """Starts launches: on the agents that stand already, or with a new step.
 
-    ``run`` is the run directory as the payload names it.
+    ``run`` is the run directory as the payload names it; ``unwinds``: ranks may go on in their
+    process, and take a while to get that far.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, *, unwinds: bool = False) -> None:
         self._run = run
+        self._unwinds = unwinds
         self._step: StepProcess | None = None
         self._agents: AgentsHub | None = None
         self._options: StepOptions | None = None
@@ -133,10 +135,14 @@ class StandingStep:
             command = replace(options, payload=payload).command(again=again)
             self._step = StepProcess(command, {**variables, **knobs.to_environ()})
             self._agents, self._options = agents, options
-            self._current = AgentsLaunch(self._step, agents, hub, knobs.launch)
+            self._current = AgentsLaunch(
+                self._step, agents, hub, knobs.launch, unwinds=self._unwinds
+            )
             return self._current
         self._step.forget_tail()
-        self._current = AgentsLaunch(self._step, self._agents, hub, knobs.launch)
+        self._current = AgentsLaunch(
+            self._step, self._agents, hub, knobs.launch, unwinds=self._unwinds
+        )
         self._agents.begin(order)
         return self._current
 

@@ -46,6 +46,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Start
 
@@ -175,7 +176,9 @@ class _Supervisor:
         self._launched_at = datetime.now(timezone.utc)
         #: What earlier starts of the job have left in the same file says nothing of this one.
         self._own_output = own_output()
-        self._step = StandingStep(str(attempt.run.path))
+        self._step = StandingStep(
+            str(attempt.run.path), unwinds=trusts_process(attempt.file.job.recovery)
+        )
         self._start = Start.COLD
 
     def run(self) -> int:

@@ -36,6 +36,7 @@ __all__ = [
     "SkipSamples",
     "default_recovery",
     "keys_of",
+    "trusts_process",
 ]
 
 #: However often a wait is doubled: what is out of order for longer is looked for once an hour.
@@ -345,6 +346,12 @@ class Recovery(Section):
     def ladder(self, cause: Cause) -> Ladder:
         """The rungs for a cause in order; none for what is not ours to undo (a user's cancel)."""
         return getattr(self, cause.value) if cause in _CURES else ()
+
+
+def trusts_process(policy: Recovery, cause: Cause | None = None) -> bool:
+    """Whether a rung (for that cause) has ranks go on in their process (``start: in_process``)."""
+    causes = _CURES if cause is None else (cause,)
+    return any(rung.start is Start.IN_PROCESS for each in causes for rung in policy.ladder(each))
 
 
 def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:

@@ -37,6 +37,7 @@ from slurm_forge.training.descendants import (
     what_is_left,
 )
 from slurm_forge.training.gpu_memory import wait_until_given_back
+from slurm_forge.training.parking import ParkedWorker, ParkingPlace
 from slurm_forge.training.preloading import give_threads_back, preload, why_not_forkable
 
 __all__ = ["Agent", "Program", "main"]
@@ -66,15 +67,15 @@ class Program:
             return (sys.executable, "-u", "-m", self.module, *self.arguments)
         return (sys.executable, "-u", "-m", "slurm_forge.training.worker", self.run)
 
-    def go(self) -> None:
-        """Run it in this process; ours never returns."""
+    def go(self, parking: ParkingPlace) -> None:
+        """Run it in this process; ours never returns, and only ours can go on in it."""
         if self.module:
             sys.argv = [self.module, *self.arguments]
             runpy.run_module(self.module, run_name="__main__", alter_sys=True)
         else:
             from slurm_forge.training.worker import main as be_a_rank
 
-            be_a_rank([self.run])
+            be_a_rank([self.run], parking)
 
 
 @dataclass(slots=True)
@@ -84,11 +85,16 @@ class _Worker:
     pid: int
     launch: int
     kills: OomKills
+    parking: ParkedWorker
+    #: Its launch is over, and it waits for another one.
+    parked: bool = False
     ours: bool = False
     status: int | None = None
     memory: str = ""
     others: int = 0
     ending_since: float | None = None
+    #: Whether the end of its launch was told already, when it had unwound.
+    told: bool = False
 
 
 class Agent:
@@ -113,6 +119,7 @@ class Agent:
         self._nonce = nonce
         self._loop = AgentLoop(self._signalled)
         self._buffer = b""
+        self._parking: ParkingPlace | None = None
         self._orders: list[a.Begin] = []
         self._worker: _Worker | None = None
         self._last_launch = 0
@@ -168,9 +175,11 @@ class Agent:
     def serve(self) -> a.Begin:
         """Until the end of the agent; returns in the child that is to be the rank."""
         while True:
-            if self._orders and self._worker is None:
-                order = self._orders.pop(0)
-                if self._begin(order):
+            if self._orders and (self._worker is None or self._worker.parked):
+                order = self._orders[0]
+                if self._worker is not None:
+                    self._go_on(self._worker, order)
+                elif self._begin(self._orders.pop(0)):
                     return order
             ending = self._worker is not None and self._worker.ending_since is not None
             self._loop.turn(_ENDING_TICK_S if ending else _TICK_S)
@@ -248,22 +257,49 @@ class Agent:
         self._last_launch = order.launch
         kills = read_oom_kills()
         agent = os.getpid()
+        mine, its = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
             self._loop.leave_in_child()
             self._socket.close()
+            mine.close()
+            self._parking = ParkingPlace(its)
             die_with_parent(agent)
             return True
-        self._worker = _Worker(pid, order.launch, kills)
+        its.close()
+        worker = _Worker(pid, order.launch, kills, ParkedWorker(mine))
+        self._worker = worker
+        self._loop.watch(mine.fileno(), lambda: self._heard_worker(worker))
         how = "exec" if self._why_not else "fork"
         self._say(a.Begun(launch=order.launch, pid=pid, how=how))
         for companion in self._companions:
             companion.worker_began(pid, order.attempt, order.launch)
         return False
 
+    def _go_on(self, worker: _Worker, order: a.Begin) -> None:
+        """The worker has unwound: it goes on with the order, or makes room for another one."""
+        if not (order.in_process and worker.parking.go_on(order)):
+            worker.parked = False
+            self._end_worker(worker.launch)
+            return
+        self._orders.remove(order)
+        self._last_launch = worker.launch = order.launch
+        worker.parked = worker.ours = worker.told = False
+        worker.kills = read_oom_kills()
+        self._say(a.Begun(launch=order.launch, pid=worker.pid, how="in_process"))
+        for companion in self._companions:
+            companion.worker_began(worker.pid, order.attempt, order.launch)
+
     # -- the worker ----------------------------------------------------------------------------
+
+    def _heard_worker(self, worker: _Worker) -> None:
+        if not worker.parking.heard():
+            self._loop.forget(worker.parking.fileno())
+        if worker.parking.waits and not worker.parked and worker.ending_since is None:
+            worker.parked, worker.told = True, True
+            self._say(_ended(worker, ""))
 
     def _end_worker(self, launch: int) -> None:
         worker = self._worker
@@ -282,7 +318,8 @@ class Agent:
         now = time.monotonic()
         if worker.status is None:
             self._collect(worker, now)
-        if self._alone_since is not None and now - self._alone_since > _ALONE_S:
+        alone = self._alone_since
+        if alone is not None and (worker.parked or now - alone > _ALONE_S):
             self._end_worker(worker.launch)
         if worker.ending_since is None:
             return
@@ -315,21 +352,13 @@ class Agent:
         if not left:
             left = wait_until_given_back(worker.pid)
         self._worker = None
-        status = worker.status
-        by_signal = status is not None and os.WIFSIGNALED(status)
-        self._say(
-            a.Ended(
-                launch=worker.launch,
-                pid=worker.pid,
-                signal=_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
-                code=os.WEXITSTATUS(status) if status is not None and not by_signal else 0,
-                ours=worker.ours,
-                memory=worker.memory,
-                others=worker.others,
-                left=left,
-                parked=False,
-            )
-        )
+        self._loop.forget(worker.parking.fileno())
+        worker.parking.close()
+        if worker.told and left:
+            sys.stderr.write(f"slurm_forge: {left} can't be ended: this step is given up\n")
+            os._exit(1)  # nothing may be started beside it
+        if not worker.told:
+            self._say(_ended(worker, left))
 
     # -- saying --------------------------------------------------------------------------------
 
@@ -354,7 +383,24 @@ class Agent:
         if self._why_not:
             os.execve(self._program.command[0], self._program.command, process_environ())  # noqa: S606
         give_threads_back(self._variables)
-        self._program.go()
+        assert self._parking is not None  # noqa: S101  made with the fork
+        self._program.go(self._parking)
+
+
+def _ended(worker: _Worker, left: str) -> a.Ended:
+    status = worker.status
+    by_signal = status is not None and os.WIFSIGNALED(status)
+    return a.Ended(
+        launch=worker.launch,
+        pid=worker.pid,
+        signal=_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
+        code=os.WEXITSTATUS(status) if status is not None and not by_signal else 0,
+        ours=worker.ours,
+        memory=worker.memory,
+        others=worker.others,
+        left=left,
+        parked=worker.parked,
+    )
 
 
 def _forget_agents() -> None:

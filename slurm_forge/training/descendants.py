@@ -12,9 +12,18 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "children", "die_with_parent", "kill_children", "reap", "what_is_left"]
+__all__ = [
+    "adopt_orphans",
+    "children",
+    "die_with_parent",
+    "kill_children",
+    "kill_helpers",
+    "reap",
+    "what_is_left",
+]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -92,3 +101,17 @@ def what_is_left(pids: tuple[int, ...]) -> str:
             found.append(f"{name} ({pid}, state {text.rpartition(')')[2].split()[0]})")
     more = len(pids) - _MOST_NAMED
     return ", ".join(found) + (f" and {more} more" if more > 0 else "")
+
+
+def kill_helpers(within_s: float = 1.0) -> None:
+    """End what this very process has started (data-loader workers), and nothing that it needs.
+
+    Python's resource tracker stays; whatever a child has started is left to the agent.
+    """
+    from multiprocessing import resource_tracker
+
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    kept = frozenset() if tracker is None else frozenset({tracker})
+    until = time.monotonic() + within_s
+    while kill_children(kept) and time.monotonic() < until:
+        time.sleep(0.002)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -31,9 +31,12 @@ from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.leaving import Leaving, show_crashes
+from slurm_forge.training.parking import ParkingPlace
+from slurm_forge.training.unwinding import LaunchOver, Unwinding, can_unwind
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
@@ -49,6 +52,8 @@ class Outcome(str, Enum):
     STOPPED = "stopped"
     GIVEN_UP = "given_up"
     FAILED = "failed"
+    #: Out of a launch that is over, and good for another one in this process.
+    UNWOUND = "unwound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +114,24 @@ def run_rank(
     nonce: str,
     launch_started: float | None = None,
     survives_abort: bool = False,
+    kept: Kept | None = None,
 ) -> Result:
     """Train as one rank.  Returns for every outcome, last words included; the caller exits.
 
-    ``survives_abort`` is for the rank that hosts the conductor itself.
+    ``survives_abort`` is for the rank that hosts the conductor itself, ``kept`` for a process that
+    may be the rank of several launches.
     """
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
-    notices = _Notices()
-    SignalWatcher(notices.seen)
+    mine = Kept() if kept is None else kept
+    notices = mine.notices
     try:
         file = read_run_file(directory.spec_file)
         hosts, port = parse_addresses(channel)
+        leaving = Leaving(directory, rank=place.rank, in_slurm=bool(place.node))
+        trusted = kept is not None and trusts_process(file.job.recovery) and can_unwind()
+        unwinding = Unwinding(leaving) if trusted else None
         member = _Channel(
             rank=place.rank,
             world_size=place.world_size,
@@ -130,16 +140,25 @@ def run_rank(
             port=port,
             host=place.host,
             pid=os.getpid(),
-            on_abort=_stay
-            if survives_abort
-            else Leaving(directory, rank=place.rank, in_slurm=bool(place.node)),
+            on_abort=_stay if survives_abort else unwinding or leaving,
         )
     except Exception as error:
         words = last_words_of(error, step=0, phase="start", micro_batch=0)
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    return _Rank(directory, place, file, member, nonce, launch_started or begun).train()
+    rank = _Rank(directory, place, file, member, nonce, launch_started or begun, mine, unwinding)
+    result = rank.train()
+    if unwinding is None or not rank.may_go_on(result):
+        return result
+    notices.say_through(None)
+    # With them goes what is left of the launch: models, process groups, loader workers.
+    del rank, member
+    problem = unwinding.clear()
+    if problem:
+        leaving(f"it can't go on in its process: {problem}")
+    unwinding.over()
+    return Result(Outcome.UNWOUND, result.step)
 
 
 class _Channel(Member):
@@ -156,7 +175,7 @@ class _Channel(Member):
 
 
 class _Notices:
-    """Signals seen before there is a channel are said as soon as there is one."""
+    """Signals seen while there is no channel are said as soon as there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -170,12 +189,24 @@ class _Notices:
             else:
                 self._member.send(p.Notice(what=signal.name))
 
-    def say_through(self, member: Member) -> None:
+    def say_through(self, member: Member | None) -> None:
         with self._lock:
             self._member = member
+            if member is None:
+                return
             early, self._early = self._early, []
         for signal in early:
             self.seen(signal)
+
+
+class Kept:
+    """What a process has once, however many launches it is a rank of.  Main thread."""
+
+    def __init__(self) -> None:
+        self.notices = _Notices()
+        self.watcher = SignalWatcher(self.notices.seen)
+        #: The program, once it is imported: what it keeps in its modules is kept.
+        self.entry: Callable[..., Any] | None = None
 
 
 class _Rank:
@@ -189,7 +220,13 @@ class _Rank:
         member: _Channel,
         nonce: str,
         launch_started: float,
+        kept: Kept,
+        unwinding: Unwinding | None,
     ) -> None:
+        self._kept = kept
+        self._unwinding = unwinding
+        self._failed_of: Cause | None = None
+        self._journal: JournalWriter | None = None
         self._directory = directory
         self._place = place
         self._file = file
@@ -203,15 +240,35 @@ class _Rank:
     def train(self) -> Result:
         """Train, and leave the channel when the last words are said."""
         try:
-            return self._train()
+            if self._unwinding is None:
+                return self._train()
+            result: Result = self._unwinding.run(self._train)
+            return result
+        except LaunchOver:
+            return Result(Outcome.UNWOUND, 0)
         finally:
+            if self._journal is not None:
+                self._journal.close()
             self._member.close()
+
+    def may_go_on(self, result: Result) -> bool:
+        """Whether this process may be a rank of the next launch too, by its end and by policy."""
+        if result.outcome is Outcome.FAILED:
+            cause = self._failed_of
+            return cause is not None and trusts_process(self._file.job.recovery, cause)
+        return result.outcome in (Outcome.UNWOUND, Outcome.GIVEN_UP)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._unwinding is not None and self._unwinding.begun
 
     def _train(self) -> Result:
         # Everything below may import torch; the three unwinding classes live beside it.
         try:
             run = self._prepare()
         except Exception as error:
+            if self._is_over:
+                raise
             self._last_words(error)
             return Result(Outcome.FAILED, 0)
         from slurm_forge.training.boundary import RunStopped
@@ -225,7 +282,11 @@ class _Rank:
             return Result(Outcome.STOPPED, run.step_number)
         except LaunchGivenUp:
             return Result(Outcome.GIVEN_UP, run.step_number)
+        except LaunchOver:
+            raise
         except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
+            if self._is_over:
+                raise
             run.let_land()  # the last words end the other ranks, and their part of a save
             self._last_words(error)
             return Result(Outcome.FAILED, run.step_number)
@@ -261,7 +322,7 @@ class _Rank:
         met = time.time()
         journal = None
         if place.rank == 0:
-            journal = JournalWriter(
+            journal = self._journal = JournalWriter(
                 self._directory, attempt=brief.attempt, writer="rank0", launch=brief.launch
             )
         context = RankContext(
@@ -288,7 +349,9 @@ class _Rank:
             )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
-        self._entry = load_entry(spec.entry or "", self._file.folder)
+        if self._kept.entry is None:
+            self._kept.entry = load_entry(spec.entry or "", self._file.folder)
+        self._entry = self._kept.entry
         self._run = Run(
             context,
             device=device,
@@ -302,12 +365,15 @@ class _Rank:
     def _last_words(self, error: BaseException) -> None:
         """Over the channel, never over a collective: the others may be inside one."""
         run = self._run
+        if self._unwinding is not None:
+            self._unwinding.last_words()
         words = last_words_of(
             error,
             step=0 if run is None else run.step_number,
             phase="start" if run is None else "train",
             micro_batch=0 if run is None else run.micro_batch,
         )
+        self._failed_of = Cause(words.cause)
         sys.stderr.write(words.trace)
         if run is not None and words.cause in (Cause.CUDA_OOM.value, Cause.HOST_OOM.value):
             with contextlib.suppress(Exception):  # the words matter more
@@ -346,24 +412,45 @@ def _stay(reason: str) -> None:
     del reason
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point of ``python -m slurm_forge.training.worker RUN``."""
+def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> NoReturn:
+    """Entry point of ``python -m slurm_forge.training.worker RUN``, and of a forked worker.
+
+    ``parking`` is where it may wait for another launch.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     knobs = Knobs.from_environ(os.environ)
+    kept = None
     code = 1
     try:
+        if parking is not None:
+            kept = Kept()
         if len(arguments) != 1 or knobs.channel is None:
             raise ForgeError(
                 "the worker is started by slurm_forge itself",
                 next_step="Start a run with slurm-forge submit or slurm-forge run.",
             )
-        result = run_rank(
-            RunDirectory.existing(arguments[0]),
-            place_from_environ(os.environ),
-            channel=knobs.channel,
-            nonce=knobs.nonce,
-            launch_started=knobs.started,
-        )
+        while True:
+            result = run_rank(
+                RunDirectory.existing(arguments[0]),
+                place_from_environ(os.environ),
+                channel=knobs.channel or "",
+                nonce=knobs.nonce,
+                launch_started=knobs.started,
+                kept=kept,
+            )
+            if parking is None or result.outcome is not Outcome.UNWOUND:
+                break
+            order = parking.wait()
+            if order is None:
+                break
+            knobs = Knobs(
+                channel=order.channel,
+                nonce=order.nonce,
+                attempt=order.attempt,
+                launch=order.launch,
+                started=order.started,
+            )
+            os.environ.update(knobs.to_environ())
         code = 1 if result.outcome is Outcome.FAILED else 0
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

@@ -80,3 +80,29 @@ def worker_of(agent: int) -> int:
         if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == agent
     ]
     return worker
+
+
+def test_the_others_go_on_in_their_process(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="in-process",
+        partition="normal",
+        nodes=2,
+        args={"steps": STEPS, "pace": 0.1, "later_pace": 0.0, "workers": 1},
+        recovery={"crash": [{"do": "relaunch", "times": 1, "start": "in_process"}]},
+    )
+    watched.wait_step(15)
+    agents = dict(slurm.tasks(watched.job))
+    before = {rank: worker_of(agent.pid) for rank, agent in agents.items()}
+    os.kill(before[1], signal.SIGKILL)
+    watched.wait(lambda s: len(s.attempts[0].launches) == 2, 30, "the second launch")
+    assert worker_of(agents[0].pid) == before[0]
+    state = watched.wait_finished()
+    assert starts(watched) == ["cold", "in_process"]
+    (attempt,) = state.attempts
+    assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
+    assert consumed(watched.run.path) == uninterrupted[1]
+    assert watched.digest() == uninterrupted[0]
