@@ -104,7 +104,7 @@ class Unwinding:
             self._aborting.join(_OUT_WITHIN_S)
             if self._aborting.is_alive():
                 return "a process group can't be aborted"
-        sys.last_traceback = sys.last_value = None  # type: ignore[assignment]
+        sys.last_traceback = sys.last_value = None
         gc.collect()
         kill_helpers()
         until = time.monotonic() + _SAVED_WITHIN_S

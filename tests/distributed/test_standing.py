@@ -1,0 +1,94 @@
+"""Standing agents with real ranks: warm relaunches, going on in the process, and what is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.testing.digest import digest
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Start
+from tests.distributed.standing import REPOSITORY, Job, below, children_of, standing
+from tests.jobs import consumed
+
+IN_PROCESS = {
+    cause: [{"do": do, "times": 2, "start": "in_process"}]
+    for cause, do in (
+        ("crash", "relaunch"),
+        ("app_error", "relaunch"),
+        ("nccl_error", "relaunch"),
+        ("cuda_oom", "shrink_micro_batch"),
+    )
+}
+STEPS = 24
+
+
+def new_run(folder: Path, name: str, args: dict[str, Any], **spec: Any) -> RunDirectory:
+    job = job_from_mapping(
+        {
+            "name": name,
+            "entry": "tests/jobs.py:train",
+            "args": {"steps": STEPS, "micro_batch": 4, **args},
+            "probe": {"enabled": False},
+            "checkpoint": {"every_steps": 6, "every_minutes": None},
+            **spec,
+        }
+    )
+    run, _ = create_run(job, runs=folder, site=find_site("generic"), submitted_from=REPOSITORY)
+    return run
+
+
+def to_the_end(job: Job) -> list[tuple[Start, Cause | None]]:
+    """Launch until the run is finished; how each was started, and of what it ended."""
+    told: list[tuple[Start, Cause | None]] = []
+    while len(told) < 4:
+        start = job.launch()
+        decision = job.conclude(job.ended())
+        told.append((start, None if decision is None else decision.cause))
+        if decision is None:
+            return told
+    raise AssertionError(f"it does not come to an end: {told}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any]]:
+    folder = tmp_path_factory.mktemp("reference")
+    run = new_run(folder, "reference", {})
+    with standing(run, 2, folder) as job:
+        assert to_the_end(job) == [(Start.COLD, None)]
+    return digest(run.path, random=True), consumed(run.path)
+
+
+@pytest.mark.parametrize("recovery", [{}, IN_PROCESS], ids=["warm", "in_process"])
+def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], recovery: dict[str, Any]
+) -> None:
+    run = new_run(tmp_path, "killed", {"pace": 0.1, "workers": 1}, recovery=recovery)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(8), "step 8")
+        before, agents = job.workers, job.agents
+        all_of_it = {pid for agent in agents.values() for pid in below(agent)}
+        assert len(all_of_it) >= 4, "two workers and their loader workers"
+        os.kill(before[1], signal.SIGKILL)
+        decision = job.conclude(job.ended())
+        assert decision is not None and decision.cause is Cause.CRASH
+        left = {pid for pid in all_of_it if Path(f"/proc/{pid}").exists()}
+        assert left == ({before[0]} if recovery else set())
+        start = job.launch()
+        assert start is (Start.IN_PROCESS if recovery else Start.WARM)
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        assert job.agents == agents
+        assert (job.workers[0] == before[0]) is bool(recovery)
+        assert job.workers[1] != before[1]
+        assert job.conclude(job.ended()) is None
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
