@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -66,12 +67,17 @@ class Unwinding:
         if reason == HUB_GONE:
             self._leave(reason)
         self._begun.set()
-        self._abort_groups()
         until = time.monotonic() + _OUT_WITHIN_S
+        # First raise, then abort: on an aborted group of gloo's the next collective waits for ever.
+        signal.pthread_kill(self._main, _RAISE)
+        self._abort_groups()
         while not self._caught and time.monotonic() < until:
             signal.pthread_kill(self._main, _RAISE)
             self._out.wait(_AGAIN_S)
         if not self._out.wait(max(0.0, until - time.monotonic())):
+            where = sys._current_frames().get(self._main)
+            stack = "".join(traceback.format_stack(where)[-3:]) if where else ""
+            sys.stderr.write(f"slurm_forge: the main thread does not unwind:\n{stack}")
             self._leave(f"{reason} (it could not unwind)")
 
     def run(self, program: Callable[[], Any]) -> Any:

@@ -54,7 +54,8 @@ while any(task.poll() is None for task in tasks):
     for n, task in enumerate(tasks):
         if task.poll() and not bad:
             bad = 143
-            what = "Killed" if task.returncode == -9 else f"Exited with exit code {{task.returncode}}"
+            code = task.returncode
+            what = "Killed" if code == -9 else f"Exited with exit code {{code}}"
             sys.stderr.write(f"srun: error: here: task {{n}}: {{what}}\\n")
             sys.stderr.write("srun: Terminating StepId=1.0\\n")
             for other in tasks:

@@ -16,7 +16,7 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.digest import digest
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Start
-from tests.distributed.standing import REPOSITORY, Job, below, children_of, standing
+from tests.distributed.standing import REPOSITORY, Job, below, standing
 from tests.jobs import consumed
 
 IN_PROCESS = {
@@ -92,3 +92,64 @@ def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
         assert job.conclude(job.ended()) is None
     assert consumed(run.path) == uninterrupted[1]
     assert digest(run.path, random=True) == uninterrupted[0]
+
+
+def test_after_an_exception_all_go_on_in_their_process(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]]
+) -> None:
+    run = new_run(tmp_path, "exception", {"misbehave": ["exception@15:rank1"]}, recovery=IN_PROCESS)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        before = job.workers
+        assert to_the_end_from(job) == [Cause.APP_ERROR, None]
+        assert job.workers == before
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_out_of_memory_shrinks_in_the_process(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], parallel: str
+) -> None:
+    args = {"faults": ["oom@9:rank1:above=2:always"], "parallel": parallel}
+    run = new_run(tmp_path, "oom", args, recovery=IN_PROCESS)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        before = job.workers
+        assert to_the_end_from(job) == [Cause.CUDA_OOM, None]
+        assert job.workers == before
+    assert consumed(run.path) == uninterrupted[1], "global batch or sample order changed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["swallow", "gil"])
+def test_a_rank_that_does_not_unwind_is_forked_anew(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], how: str
+) -> None:
+    misbehave = [f"{how}@15:rank0", "exception@15:rank1"]
+    run = new_run(tmp_path, how, {"misbehave": misbehave}, recovery=IN_PROCESS)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        before, agents = job.workers, job.agents
+        assert to_the_end_from(job) == [Cause.APP_ERROR, None]
+        assert job.workers[0] != before[0]
+        assert job.workers[1] == before[1]
+        assert job.agents == agents
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+def to_the_end_from(job: Job) -> list[Cause | None]:
+    """Of what the present launch ended, and those that came of it."""
+    told: list[Cause | None] = []
+    while len(told) < 4:
+        decision = job.conclude(job.ended())
+        told.append(None if decision is None else decision.cause)
+        if decision is None:
+            return told
+        job.launch()
+    raise AssertionError(f"it does not come to an end: {told}")
