@@ -228,7 +228,8 @@ class Agent:
                 self._orders = [message]
             case a.End():
                 self._cancel(message.launch)
-                self._end_worker(message.launch)
+                if self._worker is not None and not self._worker.parked:
+                    self._end_worker(message.launch)
             case a.Leave():
                 self._leaving = True
                 self._orders.clear()

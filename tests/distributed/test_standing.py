@@ -120,7 +120,9 @@ def test_out_of_memory_shrinks_in_the_process(
         job.until(lambda: len(job.workers) == 2, "both workers")
         before = job.workers
         assert to_the_end_from(job) == [Cause.CUDA_OOM, None]
-        assert job.workers == before
+        assert job.workers[1] == before[1]
+        # FSDP2 on gloo may wait in an all-gather that can't be aborted: that rank is forked anew.
+        assert parallel == "fsdp2" or job.workers[0] == before[0]
     assert consumed(run.path) == uninterrupted[1], "global batch or sample order changed"
 
 
