@@ -3,9 +3,9 @@
     python -m benchmarks.relaunch [--rounds 5] [--json FILE] [--dir CLUSTER] [--ways warm,cold,…]
 
 The same training (2 ranks, one per node, DDP) is brought back in each of five ways; in every round
-the process that trains rank 1 is killed from outside.  ``requeue-default`` waits for the two minutes
-that Slurm leaves between two starts of a job as it comes, once only.  Without ``--dir`` a cluster is
-booted, which needs root and Slurm's packages.
+the process that trains rank 1 is killed from outside.  ``requeue-default`` waits for the two
+minutes that Slurm leaves between two starts of a job as it comes, once only.  Without ``--dir`` a
+cluster is booted, which needs root and Slurm's packages.
 """
 
 from __future__ import annotations

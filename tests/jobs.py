@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -125,7 +126,8 @@ def misbehave(texts: Iterable[str], *, step: int, rank: int, folder: Path) -> No
     """What a rank does to itself before a step, once in the life of a run unless it says always.
 
     ``segfault@15:rank1``, ``abort@15:rank1``, ``memory@15:rank1``, ``exception@15:rank1:always``,
-    ``swallow@15:rank1`` (whatever is raised in it), ``gil@15:rank1`` (kept for a minute).
+    ``orphan@15:rank1`` (a process in a session of its own), ``swallow@15:rank1`` (whatever is
+    raised in it), ``gil@15:rank1`` (kept for a minute).
     """
     for text in texts:
         kind, _, rest = text.partition("@")
@@ -142,6 +144,8 @@ def misbehave(texts: Iterable[str], *, step: int, rank: int, folder: Path) -> No
             ctypes.string_at(0)
         elif kind == "abort":
             os.abort()
+        elif kind == "orphan":
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
         elif kind == "swallow":
             for _ in range(600):
                 with contextlib.suppress(BaseException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.digest import digest
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Start
-from tests.distributed.standing import REPOSITORY, Job, below, standing
+from tests.distributed.standing import REPOSITORY, Job, below, children_of, standing
 from tests.jobs import consumed
 
 IN_PROCESS = {
@@ -71,18 +72,28 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[i
 def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
     tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], recovery: dict[str, Any]
 ) -> None:
-    run = new_run(tmp_path, "killed", {"pace": 0.1, "workers": 1}, recovery=recovery)
+    args = {"pace": 0.1, "workers": 1, "misbehave": ["orphan@2:rank0", "orphan@2:rank1"]}
+    run = new_run(tmp_path, "killed", args, recovery=recovery)
     with standing(run, 2, tmp_path) as job:
         job.launch()
         job.until(lambda: job.training(8), "step 8")
         before, agents = job.workers, job.agents
         all_of_it = {pid for agent in agents.values() for pid in below(agent)}
-        assert len(all_of_it) >= 4, "two workers and their loader workers"
+        assert len(all_of_it) >= 6, "two workers, their loader workers, and what they started"
+        assert all(threads_of(agent) == 1 for agent in agents.values())
+        if not recovery:
+            os.kill(before[0], signal.SIGSTOP)  # it hears of nothing, and must go all the same
         os.kill(before[1], signal.SIGKILL)
-        decision = job.conclude(job.ended())
+        facts = job.ended()
+        decision = job.conclude(facts)
         assert decision is not None and decision.cause is Cause.CRASH
+        assert [(end.rank, end.signal) for end in facts.ends if end.signal and not end.ours] == [
+            (1, "SIGKILL")
+        ]
         left = {pid for pid in all_of_it if Path(f"/proc/{pid}").exists()}
-        assert left == ({before[0]} if recovery else set())
+        # Where rank 0 goes on in its process, so does what it does not know of any more.
+        kept = {before[0], *children_of(before[0])} if recovery else set()
+        assert left == kept
         start = job.launch()
         assert start is (Start.IN_PROCESS if recovery else Start.WARM)
         job.until(lambda: len(job.workers) == 2, "both workers")
@@ -132,7 +143,7 @@ def test_a_rank_that_does_not_unwind_is_forked_anew(
     tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], how: str
 ) -> None:
     misbehave = [f"{how}@15:rank0", "exception@15:rank1"]
-    run = new_run(tmp_path, how, {"misbehave": misbehave}, recovery=IN_PROCESS)
+    run = new_run(tmp_path, how, {"misbehave": misbehave, "pace": 0.1}, recovery=IN_PROCESS)
     with standing(run, 2, tmp_path) as job:
         job.launch()
         job.until(lambda: len(job.workers) == 2, "both workers")
@@ -155,3 +166,68 @@ def to_the_end_from(job: Job) -> list[Cause | None]:
             return told
         job.launch()
     raise AssertionError(f"it does not come to an end: {told}")
+
+
+def test_a_signal_for_the_agent_alone_stops_all_ranks_together(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]]
+) -> None:
+    """What Slurm does where it tracks processes by control groups."""
+    run = new_run(tmp_path, "signalled", {"pace": 0.1})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(3), "step 3")
+        os.kill(job.agents[1], signal.SIGTERM)
+        facts = job.ended()
+        assert facts.rank_signals == ("SIGTERM",)
+        assert facts.stopped_at is not None and facts.checkpoint is not None
+        assert [end.exit_code for end in facts.ends] == [0, 0]
+        assert all(Path(f"/proc/{agent}").exists() for agent in job.agents.values())
+        job.conclude(facts)
+        job.launch(Start.WARM)
+        assert job.conclude(job.ended()) is None
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+@pytest.mark.slow
+def test_with_its_agent_a_rank_goes_and_the_next_launch_is_cold(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "agent", {"pace": 0.1, "workers": 1})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(3), "step 3")
+        everything = {pid for agent in job.agents.values() for pid in (agent, *below(agent))}
+        os.kill(job.agents[1], signal.SIGKILL)
+        facts = job.ended()
+        decision = job.conclude(facts)
+        assert decision is not None and decision.cause is Cause.CRASH
+        incident = job.attempt.state().attempts[-1].incidents[-1][1]
+        assert incident.rank == 1
+        assert any(each.source == "srun" and "Killed" in each.text for each in incident.evidence)
+        assert job.launch() is Start.COLD
+        gone(everything)
+        assert job.conclude(job.ended()) is None
+
+
+@pytest.mark.slow
+def test_agents_go_when_the_supervisor_is_gone(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "alone", {"pace": 0.1, "workers": 1})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(3), "step 3")
+        everything = {pid for agent in job.agents.values() for pid in (agent, *below(agent))}
+        assert job.hub is not None and job.step._agents is not None
+        job.hub.close()
+        job.step._agents.close()
+        job.ended()
+        gone(everything)
+
+
+def gone(pids: set[int], within_s: float = 40.0) -> None:
+    until = time.monotonic() + within_s
+    while left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < until, f"{left} live on"
+        time.sleep(0.01)
+
+
+def threads_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
