@@ -61,6 +61,8 @@ def gathered(
         return facts
     facts = _with_output(facts, output_of, f"{attempt}.{launch}")
     urgent = facts.rank_signals or facts.batch_signals or facts.due_time_limit
+    if _agents_know(facts):
+        return facts
     if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
     asked = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
@@ -71,6 +73,16 @@ def gathered(
         with contextlib.suppress(ForgeError):
             facts = replace(facts, rows=_newest_step(asked.accounting(job), since))
     return facts
+
+
+def _agents_know(facts: LaunchFacts) -> bool:
+    """Whether the parents of all lost ranks are there to say how each ended: their nodes live, and
+    the step goes on, so that Slurm has nothing to add.
+    """
+    told = {end.rank for end in facts.ends}
+    return "Job step aborted" not in facts.launcher_text and all(
+        lost.rank in told for lost in facts.lost
+    )
 
 
 def tail_of(path: Path, *, since: int = 0, most: int = _TAIL) -> str:

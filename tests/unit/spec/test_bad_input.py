@@ -103,6 +103,8 @@ IN_A_JOB = [
     ("recovery: {cuda_oom: [{do: shrink_micro_batch, times: 1, factor: 2}]}", 3, "recovery.cuda_oom[0].factor: expected less than 1, got 2.0"),
     ("recovery: {non_finite: [{do: rollback, times: 1, ramp_steps: 3}]}", 3, "recovery.non_finite[0].ramp_steps: there is nothing to ramp without lr_scale below 1"),
     ("recovery: {non_finite: [{do: rollback, times: 1, lr_scale: 2}]}", 3, "recovery.non_finite[0].lr_scale: expected at most 1, got 2"),
+    ("recovery: {crash: [{do: relaunch, times: 1, start: hot}]}", 3, 'recovery.crash[0].start: unknown value "hot" (known here: cold, warm, in_process)'),
+    ("recovery: {crash: [{do: requeue, times: 1, start: warm}]}", 3, 'recovery.crash[0].start: does not belong to "do: requeue" (it takes times, wait, exclude_node)'),
     ("recovery: {non_finite: [{do: rollback, times: 1, skip_samples: all}]}", 3, 'recovery.non_finite[0].skip_samples: unknown value "all" (known here: none, window)'),
     # probe
     ("probe: false", 3, 'probe: to switch the probe off, write "probe: {enabled: false}"'),
