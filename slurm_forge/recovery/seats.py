@@ -54,11 +54,10 @@ class Seats:
         """In words what is other than before: ``n[1,3] + spare n4``; empty where nothing is."""
         if set(self.nodes) == set(before.nodes):
             return ""
+        kept = [node for node in self.nodes if node in before.nodes]
         new = [node for node in self.nodes if node not in before.nodes]
-        kept = fold_nodes([node for node in self.nodes if node in before.nodes])
-        if not new:
-            return kept
-        return f"{kept} + spare {fold_nodes(new)}" if kept else f"spare {fold_nodes(new)}"
+        parts = ([fold_nodes(kept)] if kept else []) + ([f"spare {fold_nodes(new)}"] if new else [])
+        return " + ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +103,9 @@ def seats(
     seat = {node: number for number, node in enumerate(before)}
     sound.sort(key=lambda node: seat.get(node, len(seat)))
     chosen = frozenset([*sound, *reversed(worst_first)][:wanted])
-    placed = [node if node in chosen else None for node in before[:wanted]]
-    placed += [None] * (wanted - len(placed))
+    # Of another number of ranks none is who it was: those are in Slurm's own order again.
+    kept = before if len(before) == wanted else (None,) * wanted
+    placed = [node if node in chosen else None for node in kept]
     # Those that have no seat yet, in Slurm's order: at the first launch that is all of them.
     rest = iter([node for node in usable if node in chosen and node not in placed])
     nodes = tuple(next(rest) if node is None else node for node in placed)
