@@ -72,6 +72,8 @@ class RankPlace:
     job: str
     restart_count: int
     node: str = ""
+    #: Whether it is the first one on the second node of the step.
+    leads_second_node: bool = False
 
     @property
     def host(self) -> str:
@@ -91,6 +93,7 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
             job=slurm.job_ref,
             restart_count=slurm.restart_count,
             node=slurm.node_name or "",
+            leads_second_node=slurm.nodeid == 1 and slurm.localid == 0,
         )
     return RankPlace(
         rank=local.rank,
@@ -132,7 +135,12 @@ def run_rank(
             pid=os.getpid(),
             on_abort=_stay
             if survives_abort
-            else Leaving(directory, rank=place.rank, in_slurm=bool(place.node)),
+            else Leaving(
+                directory,
+                rank=place.rank,
+                in_slurm=bool(place.node),
+                second=place.leads_second_node and file.job.outlives_nodes,
+            ),
         )
     except Exception as error:
         words = last_words_of(error, step=0, phase="start", micro_batch=0)

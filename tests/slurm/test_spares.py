@@ -71,7 +71,8 @@ def test_a_lost_node_costs_a_relaunch_on_the_spare_one(
     with lost(slurm, first[1]):
         state = watched.wait_finished()
     (attempt,) = state.attempts
-    assert (attempt.job, attempt.restart_count) == (watched.job, 0), "it went back to the queue"
+    assert attempt.job == watched.job
+    assert slurm.job(watched.job).restarts == 0, "it went back to the queue"
     (incident,) = [each for _, each in attempt.incidents]
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (first[1],))
     assert [each.action for _, each in attempt.decisions] == [Action.RELAUNCH]
@@ -156,7 +157,7 @@ def test_fewer_nodes_in_the_same_job(
     with lost(slurm, first[1]):
         state = watched.wait_finished()
     (attempt,) = state.attempts
-    assert attempt.restart_count == 0
+    assert slurm.job(watched.job).restarts == 0
     assert [each.action for _, each in attempt.decisions] == [Action.FEWER_NODES]
     assert launches(watched) == [first, (first[0], first[2])]
     assert consumed(watched.run.path) == uninterrupted[1], "global batch or order changed"
@@ -209,9 +210,30 @@ def test_by_submitit(slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[s
     first = launches(watched)[0]
     with lost(slurm, first[1]):
         state = watched.wait_finished()
-    assert [(each.job, each.restart_count) for each in state.attempts] == [(watched.job, 0)]
+    assert len(state.attempts) == 1
+    assert slurm.job(watched.job).restarts == 0
     assert len(launches(watched)) == 2
     assert watched.digest() == uninterrupted[0]
     with environment(slurm):
         slurm.wait_for(lambda: watched.handle.done(force_check=True), 30, "submitit's result")
         assert all("finished" in result for result in watched.handle.results())
+
+
+@pytest.mark.slow
+def test_the_node_of_the_batch_script_is_lost(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    """Slurm lets such a job run on with nobody in it: a rank of another node requeues it."""
+    watched = submit(
+        slurm, tmp_path, name="batch", nodes=3, spare_nodes=1, partition="normal", args=PACE
+    )
+    watched.wait_step(EVERY + 2)
+    batch = slurm.nodes_of(watched.job)[0]
+    with lost(slurm, batch):
+        watched.wait(lambda s: bool(s.attempts[0].requeues), 120, "a requeue")
+    state = watched.wait_finished()
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (batch,))
+    assert len(state.attempts) == 2
+    assert consumed(watched.run.path) == uninterrupted[1]
+    assert watched.digest() == uninterrupted[0]
