@@ -27,7 +27,8 @@ from slurm_forge.journal.events import (
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.recovery import LaunchFacts, classify, decide
-from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt
+from slurm_forge.recovery.seats import Room
+from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
@@ -82,6 +83,7 @@ class Attempt:
         if self.launch > 0:
             self.fence()
         self.launch += 1
+        mark_launch(self.run, self.claim.attempt, self.launch)
         self.journal.launch = self.launch
         state = self.state()
         brief = LaunchBrief(
@@ -97,8 +99,10 @@ class Attempt:
         hub.publish(BRIEF_KEY, brief.to_text())
         self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes, start=start.value))
 
-    def conclude(self, facts: LaunchFacts) -> Decision | None:
+    def conclude(self, facts: LaunchFacts, room: Room | None = None) -> Decision | None:
         """Journal how the launch ended; the decision, or None when the run is finished.
+
+        ``room`` is what is left of the allocation, where the job outlives nodes that it loses.
 
         ``FencedError`` if another attempt has taken over: then it is not ours to judge.
         """
@@ -136,6 +140,7 @@ class Attempt:
             time=time_asked(self.file.job, record),
             nodes=state.plan.nodes or nodes_asked(self.file.job),
             now=facts.now.timestamp(),
+            room=room,
         )
         full = self._cannot_write(DecisionTaken(decision=decision)) or full
         if full is not None and not _unlimited(policy, decision):

@@ -90,13 +90,19 @@ class ComingBack:
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(struck)
 
-    def must_leave(self, decision: Decision) -> bool:
-        """Whether the allocation holds a node that is to be left out: that can't be done here."""
-        mine = set(self._nodes)
-        if mine & set(self._spared(decision)):
-            return True
+    def avoided(self, decision: Decision) -> frozenset[str]:
+        """Nodes of the allocation that are to be left out: others must take their seats, or the
+        run has to leave.
+        """
+        mine = frozenset(self._nodes)
         avoider = self._ledger()
-        return avoider is not None and bool(mine & set(avoider.struck_here()))
+        struck = () if avoider is None else avoider.struck_here()
+        return mine & {*self._spared(decision), *struck}
+
+    def doubted(self) -> tuple[str, ...]:
+        """Nodes that the ledger speaks against now, the worst first."""
+        avoider = self._ledger()
+        return () if avoider is None else avoider.nodes_to_avoid()
 
     def come_back(self, decision: Decision, *, urgent: bool = False) -> Comeback:
         """Requeue or submit a successor, with what the plan changes; raises only a fence.
@@ -139,7 +145,7 @@ class ComingBack:
             if change.parameter == "exclude_nodes"
             for name in set(change.new.split(",")) - set(change.old.split(","))
         }
-        needed = plan.nodes or wanted.nodes
+        needed = (plan.nodes or wanted.nodes) + wanted.spares
         return spared(plan.exclude_nodes, self._there, needed, tuple(newest))
 
     def _without_avoided(
@@ -154,7 +160,7 @@ class ComingBack:
         complete = avoider.excluded(
             record.excluded_nodes,
             also=plan.exclude_nodes,
-            needed=plan.nodes,
+            needed=plan.nodes and plan.nodes + self._attempt.file.job.resources.spares,
             ours=names_added(records),
         )
         update = replace(update or JobUpdate(), exclude_nodes=complete)

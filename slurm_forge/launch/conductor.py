@@ -104,6 +104,7 @@ class Conductor:
             late=self._judge.failed,
             job_now=self._watch.latest,
             launched=self._launched,
+            clock=self._clock(),
         )
 
     # -- hearing -----------------------------------------------------------------------------

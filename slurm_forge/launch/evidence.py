@@ -57,7 +57,8 @@ def gathered(
     facts = _with_last_words(facts, run, attempt, launch)
     if batch_output is not None and (facts.batch_signals or facts.rank_signals):
         facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
-    if not facts.lost:
+    missed = (*facts.lost, *(facts.mute if facts.outlives_nodes else ()))
+    if not missed:
         return facts
     facts = _with_output(facts, output_of, f"{attempt}.{launch}")
     urgent = facts.rank_signals or facts.batch_signals or facts.due_time_limit
@@ -66,7 +67,7 @@ def gathered(
     if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
     asked = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
-    hosts = tuple(dict.fromkeys(lost.host for lost in facts.lost if lost.host != "?"))
+    hosts = tuple(dict.fromkeys(each.host for each in missed if each.host != "?"))
     with contextlib.suppress(ForgeError, ValueError):
         facts = replace(facts, nodes=asked.show_nodes(hosts))
     if not facts.failures and not any(node.is_down for node in facts.nodes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -20,6 +20,9 @@ from slurm_forge.recovery.launch_facts import (
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
+
+#: Heartbeats come every second.
+_MUTE_S = 4.0
 
 
 class Launched(Protocol):
@@ -99,6 +102,16 @@ class Seen:
             if rank in late.late_ranks
         )
 
+    def _mute(self, members: Mapping[int, MemberView], clock: float) -> Iterator[LostRank]:
+        """Ranks whose connection is there still, with nobody at the other end of it.
+
+        A node that loses power closes none.
+        """
+        for rank, member in sorted(members.items()):
+            silent = clock - member.heard > _MUTE_S
+            if member.connected and silent and rank not in self.said_goodbye:
+                yield LostRank(rank, member.host)
+
     def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
 
@@ -120,8 +133,9 @@ class Seen:
         late: ProbeMeasured | None,
         job_now: JobRecord | None,
         launched: Launched | None,
+        clock: float | None = None,
     ) -> LaunchFacts:
-        """Everything that classification rests on, as one value."""
+        """Everything that classification rests on, as one value.  ``clock`` is the hub's now."""
         step = max((member.step for member in members.values()), default=None)
         if self.stopped is not None:
             step = self.stopped.step
@@ -147,6 +161,7 @@ class Seen:
             failures=tuple(self.failures),
             lost=tuple(self.lost),
             absent=self.absent,
+            mute=() if clock is None else tuple(self._mute(members, clock)),
             beats=self.beats,
             probe_failed=late is not None,
             late_ranks=() if late is None else late.late_ranks,

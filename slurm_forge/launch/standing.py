@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
@@ -17,6 +17,7 @@ from slurm_forge.knobs import Knobs
 from slurm_forge.launch.agents_launch import AgentsLaunch
 from slurm_forge.launch.seen import Launched
 from slurm_forge.launch.steps import StepProcess, srun_command
+from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.warmth import Start
 
 __all__ = ["StandingStep", "StepOptions", "with_agent"]
@@ -36,14 +37,19 @@ class StepOptions:
     payload: tuple[str, ...]
     options: tuple[str, ...]
     tasks: int | None
-    exclude: tuple[str, ...] = ()
+    #: The nodes of the ranks in order, and whether srun has to be told.
+    nodes: tuple[str, ...] = ()
+    placed: bool = False
 
-    def command(self, *, again: bool) -> tuple[str, ...]:
+    def command(
+        self, *, again: bool, seats: Seats | None = None, seat_file: Path | None = None
+    ) -> tuple[str, ...]:
         """srun's arguments."""
         return srun_command(
             self.payload,
             options=self.options,
-            exclude=self.exclude,
+            seats=seats if self.placed else None,
+            seat_file=seat_file,
             tasks=self.tasks,
             again=again,
         )
@@ -102,12 +108,17 @@ class StandingStep:
         options: StepOptions,
         start: Start,
         *,
+        seats: Seats | None = None,
+        seat_file: Path | None = None,
         hub: Hub,
         knobs: Knobs,
         variables: Mapping[str, str],
         again: bool,
     ) -> Launched:
-        """Start every rank of a launch, ``hub`` being its control channel."""
+        """Start every rank of a launch, ``hub`` being its control channel.
+
+        ``seats`` and ``seat_file`` place the ranks of a new step, where that has to be said.
+        """
         self._hub = hub
         order = Begin(
             attempt=knobs.attempt,
@@ -122,7 +133,8 @@ class StandingStep:
             payload = with_agent(options.payload, self._run)
             if payload is None:
                 self._step = StepProcess(
-                    options.command(again=again), {**variables, **knobs.to_environ()}
+                    options.command(again=again, seats=seats, seat_file=seat_file),
+                    {**variables, **knobs.to_environ()},
                 )
                 return self._step
             agents = AgentsHub(
@@ -132,7 +144,9 @@ class StandingStep:
             )
             agents.begin(order)
             knobs = replace(knobs, agents=agents.addresses, agents_nonce=agents.nonce)
-            command = replace(options, payload=payload).command(again=again)
+            command = replace(options, payload=payload).command(
+                again=again, seats=seats, seat_file=seat_file
+            )
             self._step = StepProcess(command, {**variables, **knobs.to_environ()})
             self._agents, self._options = agents, options
             self._current = AgentsLaunch(

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from slurm_forge.files import read_trusted
 from slurm_forge.journal import RunState
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
-    RELAUNCHING,
     REQUEUEING,
     TAKEN_OVER,
     Attempt,
@@ -36,10 +36,12 @@ from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.outputs import RankOutput, own_output
+from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.slurm_says import is_ending
 from slurm_forge.recovery.warmth import start_after
 from slurm_forge.run_directory import RunDirectory
@@ -172,6 +174,13 @@ class _Supervisor:
         self._variables = variables
         self._watch = watch
         self._back = back
+        self._seating = Seating(
+            attempt,
+            environment,
+            slurm,
+            latest=lambda: watch.latest,
+            known=back.doubted,
+        )
         self._current = current
         self._launched_at = datetime.now(timezone.utc)
         #: What earlier starts of the job have left in the same file says nothing of this one.
@@ -184,30 +193,43 @@ class _Supervisor:
     def run(self) -> int:
         if self._attempt.verdict is not None:
             return self._go(self._attempt.verdict)
+        seats = self._seating.first()
         while True:
-            facts = self._launch()
-            decision = self._concluded(facts)
+            facts = self._launch(seats)
+            decision = self._concluded(facts, seats)
             if decision is None:
                 self._step.leave()
                 self._attempt.end("finished")
                 return 0
-            staying = decision.action in RELAUNCHING and _may_stay(facts)
+            staying = self._seating.stays(decision) and _may_stay(facts)
             if decision.cause not in _URGENT:
                 self._back.strike(decision)
             long = decision.wait_s > _LONGEST_PAUSE_S  # the queue is cheaper to wait in
-            if staying and not long and not self._back.must_leave(decision):
+            again = None
+            if staying and not long:
+                again = self._seating.next(self._back.avoided(decision))
+            if again is not None:
                 self._start = start_after(self._attempt.file.job.recovery, decision, facts)
+                self._tell(again.moved(seats), decision)
                 self._current.wait(decision.wait_s)
+                seats = again
                 continue
             return self._go(decision)
 
-    def _concluded(self, facts: LaunchFacts) -> Decision | None:
+    def _tell(self, moved: str, decision: Decision) -> None:
+        """Where the ranks are now, for whoever looks at the queue or the log of the job."""
+        if moved:
+            text = f"{decision.cause.value}: relaunched on {moved}"
+            sys.stderr.write(f"slurm_forge: {text}\n")
+            self._watch.comment(text)
+
+    def _concluded(self, facts: LaunchFacts, seats: Seats) -> Decision | None:
         """What is done about it.  Where nothing can be written down, a person has to see to it."""
         attempt = self._attempt
         try:
             return attempt.conclude(
                 gathered(
-                    facts,
+                    replace(facts, seats=seats, outlives_nodes=self._seating.outlives),
                     run=attempt.run,
                     attempt=attempt.claim.attempt,
                     launch=attempt.launch,
@@ -217,30 +239,35 @@ class _Supervisor:
                     batch_output=self._own_output,
                     restart_count=self._environment.restart_count,
                     since=self._launched_at,
-                )
+                ),
+                room=self._seating.room(),
             )
         except RunDirectoryError as error:
             self._back.hold(error.message)
             raise
 
-    def _launch(self) -> LaunchFacts:
+    def _launch(self, seats: Seats) -> LaunchFacts:
         file, attempt = self._attempt.file, self._attempt
         wanted, state = file.job.resources, attempt.state()
         world = self._environment.ntasks or wanted.nodes * wanted.tasks_per_node
         tasks = None
-        if state.plan.nodes is not None:
-            world = tasks = len(self._environment.nodes) * wanted.tasks_per_node
+        if not seats.everywhere or state.plan.nodes is not None:
+            world = tasks = seats.tasks
         hub = Hub(world_size=world, nonce=secrets.token_hex(16))
         hub.start()
         try:
             options = StepOptions(
-                payload=tuple(self._payload), options=tuple(file.srun_options), tasks=tasks
+                payload=tuple(self._payload),
+                options=tuple(file.srun_options),
+                nodes=seats.nodes,
+                placed=not seats.everywhere or self._seating.outlives,
+                tasks=tasks,
             )
             if not self._step.stands_for(options, world):
                 self._start = Start.COLD
             if self._start is Start.COLD:
                 self._step.leave()  # every rank is gone before another launch begins
-            attempt.next_launch(hub, self._environment.nodes, self._start)
+            attempt.next_launch(hub, seats.nodes, self._start)
             knobs = Knobs(
                 channel=hub.addresses,
                 nonce=hub.nonce,
@@ -258,6 +285,8 @@ class _Supervisor:
             launched = self._step.begin(
                 options,
                 self._start,
+                seats=seats,
+                seat_file=self._seating.seat_file((*file.srun_options, *self._payload)),
                 hub=hub,
                 knobs=knobs,
                 variables=variables,

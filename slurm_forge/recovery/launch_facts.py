@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.seats import Seats
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
@@ -118,5 +119,11 @@ class LaunchFacts:
     nodes: tuple[NodeRecord, ...] = ()
     #: What accounting knows of the launch's own step.
     rows: tuple[AccountingRecord, ...] = ()
+    #: Ranks that were still connected at the end, and had not been heard of for seconds.
+    mute: tuple[LostRank, ...] = ()
+    #: Where the ranks were, as far as whoever started them knows.
+    seats: Seats | None = None
+    #: Whether the job goes on without a node that it loses (``sbatch --no-kill``).
+    outlives_nodes: bool = False
     #: Id of the incident that rank 0 has decided on already: only to be carried out.
     decided: str = ""

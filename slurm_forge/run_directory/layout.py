@@ -99,6 +99,14 @@ class RunDirectory:
         """The folder of one attempt: logs, stacks, last words."""
         return self.attempts / str(number)
 
+    def launch_mark(self, attempt: int, launch: int) -> Path:
+        """There once that launch of the attempt has begun: no earlier one publishes any more."""
+        return self.attempt(attempt) / f"launch-{launch}"
+
+    def seat_file(self, attempt: int, launch: int) -> Path:
+        """The nodes of a launch, a line for each rank, as srun reads them."""
+        return self.attempt(attempt) / f"seats-l{launch}"
+
     def memory_account(self, attempt: int, launch: int, rank: int) -> Path:
         """What a rank that ran out of memory wrote about where it had gone."""
         return self.attempt(attempt) / f"oom-rank{rank}-launch{launch}.txt"

@@ -37,6 +37,8 @@ from slurm_forge.spec.types import (
     check_printable,
 )
 from slurm_forge.store.retention import Rules
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
@@ -232,6 +234,15 @@ class JobSpec(Section):
         **{key: f"resources.{key}" for key in Resources.model_fields},
         **{key: f"resources.{meant}" for key, meant in Resources.known_as.items()},
     }  # fmt: skip
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job is to go on without a node that it loses (``sbatch --no-kill``).
+
+        Where a spare node can take its seat, or fewer nodes may do.
+        """
+        rungs = self.recovery.ladder(Cause.NODE_FAIL)
+        return self.resources.spares > 0 or any(r.do is Action.FEWER_NODES for r in rungs)
 
     name: Annotated[str, Field(strict=True), AfterValidator(_check_name)] = Field(
         description="Name of the run: of its folder, and of the Slurm job."

@@ -77,6 +77,8 @@ class RankPlace:
     job: str
     restart_count: int
     node: str = ""
+    #: Whether it is the first one on the second node of the step.
+    leads_second_node: bool = False
 
     @property
     def host(self) -> str:
@@ -96,6 +98,7 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
             job=slurm.job_ref,
             restart_count=slurm.restart_count,
             node=slurm.node_name or "",
+            leads_second_node=slurm.nodeid == 1 and slurm.localid == 0,
         )
     return RankPlace(
         rank=local.rank,
@@ -129,7 +132,12 @@ def run_rank(
     try:
         file = read_run_file(directory.spec_file)
         hosts, port = parse_addresses(channel)
-        leaving = Leaving(directory, rank=place.rank, in_slurm=bool(place.node))
+        leaving = Leaving(
+            directory,
+            rank=place.rank,
+            in_slurm=bool(place.node),
+            second=place.leads_second_node and file.job.outlives_nodes,
+        )
         trusted = kept is not None and trusts_process(file.job.recovery) and can_unwind()
         unwinding = Unwinding(leaving) if trusted else None
         member = _Channel(

@@ -58,6 +58,8 @@ class FakeJob:
     warned: bool = False
     nodes: tuple[str, ...] = ()
     num_nodes: int = 1
+    #: How many nodes the job goes on without (``--no-kill``); shown until it starts again.
+    without: int = 0
     excluded: tuple[str, ...] = ()
     time_limit: timedelta = timedelta(minutes=10)
     memory: int | None = None
@@ -135,7 +137,7 @@ class FakeJob:
             requested_nodes=fold_nodes(self.asked.nodelist) if self.asked.nodelist else None,
             excluded_nodes=fold_nodes(self.excluded) if self.excluded else None,
             batch_host=self.nodes[0] if self.nodes else None,
-            num_nodes=self.num_nodes,
+            num_nodes=self.num_nodes - self.without,
             memory_per_node=self.memory,
             command=str(self.script),
             comment=self.comment,
