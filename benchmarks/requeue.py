@@ -1,7 +1,8 @@
 """How long it takes until a requeued job's batch script starts again, at Slurm's default delay.
 
     python -m benchmarks.requeue [--rounds 5] [--ways shortened,plain,watched,successor]
-                                 [--epilog 0] [--lasting 0] [--quick] [--user nobody] [--json FILE]
+                                 [--epilog 0] [--lasting 0] [--quick] [--user nobody]
+                                 [--python FILE] [--json FILE]
 
 As an ordinary user on an idle real Slurm, which is booted for it (root and Slurm's packages are
 needed).  Between looks at the queue that Slurm has intervals of its own for (30 to 60 s) is left as
@@ -56,10 +57,13 @@ class Came:
 class Bench:
     """Jobs of an ordinary user on one cluster, one after the other."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, user: str, lasting: float) -> None:
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, *, user: str, python: str, lasting: float
+    ) -> None:
         self._cluster = cluster
         self._folder = folder
         self._user = user
+        self._python = python
         self._lasting = lasting
 
     def come_back(self, way: Way, number: int, patience_s: float) -> Came:
@@ -70,10 +74,12 @@ class Bench:
             place.mkdir(mode=0o700)
             os.chown(place, owner.pw_uid, owner.pw_gid)
         script = run / "submissions" / "job.sbatch"
-        command = [sys.executable, "-m", "benchmarks.requeue_job", str(run), way.value]
+        command = [self._python, "-m", "benchmarks.requeue_job", str(run), way.value]
         script.write_text(
-            "#!/bin/bash\n#SBATCH --requeue --time=10 --output=/dev/null\n"
-            f"cd {shlex.quote(str(_TOP))}\nexec {shlex.join([*command, str(self._lasting)])}\n"
+            f"#!/bin/bash\n#SBATCH --requeue --time=10 --output={run}/out\n"
+            f"cd {shlex.quote(str(_TOP))}\n"
+            f"export PYTHONPATH={shlex.quote(os.pathsep.join(filter(None, sys.path)))}\n"
+            f"exec {shlex.join([*command, str(self._lasting)])}\n"
         )
         script.chmod(0o755)
         job = self._cluster.sbatch(script, user=self._user, cwd=run)
@@ -89,6 +95,8 @@ class Bench:
         starts, asked = _marks(run, "start"), _marks(run, "ask")
         record = self._cluster.job(job)
         self._cluster.run("scancel", f"--user={self._user}", check=False)
+        if len(starts) < 2 and (run / "out").exists():
+            print((run / "out").read_text(errors="replace")[-2000:])
         seconds = starts[1] - asked[0] if len(starts) > 1 and asked else None
         return Came(way=way, seconds=seconds, starts=len(starts), state=record.state, job=job)
 
@@ -127,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--patience", type=float, default=160.0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--user", default="nobody")
+    parser.add_argument(
+        "--python", default=sys.executable, help="one that the user may run, of the same version"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     ways = [Way(each) for each in given.ways.split(",")]
@@ -147,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder = top / "runs"
             folder.mkdir(mode=0o755)
             delay = SubprocessSlurm(environment=cluster.env).show_config().requeue_delay
-            bench = Bench(cluster, folder, given.user, given.lasting)
+            bench = Bench(
+                cluster, folder, user=given.user, python=given.python, lasting=given.lasting
+            )
             for number in range(given.rounds):
                 for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                     one = bench.come_back(way, number, given.patience)

@@ -13,7 +13,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted
 from slurm_forge.launch.ladder import Ladder
@@ -28,11 +27,11 @@ __all__ = ["mark"]
 
 def mark(folder: Path, what: str) -> None:
     """A line with the time, in one write."""
-    file = AppendFile(folder / "marks")
+    descriptor = os.open(folder / "marks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        file.append(f"{what} {time.time():.3f}\n".encode())
+        os.write(descriptor, f"{what} {time.time():.3f}\n".encode())
     finally:
-        file.close()
+        os.close(descriptor)
 
 
 def main() -> None:

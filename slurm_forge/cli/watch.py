@@ -62,14 +62,20 @@ def watch(
 
     Example:  slurm-forge watch --once --hook ~/bin/tell-me
     """
-    from slurm_forge.cli.places import find_run, reference, run_names, runs_folder, site_places
-    from slurm_forge.knobs import Knobs
+    from slurm_forge.cli.places import (
+        find_run,
+        reference,
+        run_names,
+        runs_folder,
+        site_places,
+        state_folder,
+    )
     from slurm_forge.launch.alert import hook_words
     from slurm_forge.launch.watcher import Watcher
     from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.run_directory.remembered import Remembered
     from slurm_forge.run_directory.told import Told
     from slurm_forge.slurm.client import SubprocessSlurm
-    from slurm_forge.slurm.environment import process_environ
     from slurm_forge.units import parse_duration
 
     try:
@@ -79,9 +85,7 @@ def watch(
     words = None if hook is None else hook_words(hook)
     folder = runs_folder(runs).absolute()
     slurm = SubprocessSlurm.of_this_process()
-    state = Knobs.from_environ(process_environ()).state_home
-    home = Path(state if state is not None and state.startswith("/") else "~/.local/state")
-    told = Told(home.expanduser() / "slurm_forge" / "watch", folder)
+    told = Told(state_folder() / "watch", folder)
     told.make()
     places = site_places()
     watcher = Watcher(
@@ -89,6 +93,7 @@ def watch(
         limits=_limits(slurm, restart=restart),
         name_of=reference,
         site_of=lambda name: places.load(name).site,
+        remembered=Remembered(state_folder() / "seen", folder, "1") if once else None,
     )
     asked = None if not run else [find_run(name, runs) for name in run]
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 
 from slurm_forge.files import read_trusted
 from slurm_forge.journal import Record, RunState, RunStatus, fold
@@ -15,6 +15,7 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.recovery.watching import RunSeen
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.remembered import Remembered, signature
 
 __all__ = ["RESTARTED", "SeenRuns"]
 
@@ -30,20 +31,18 @@ _TIME = re.compile(rb'"time":([0-9]{1,11}(?:\.[0-9]+)?)')
 _MOVES = (b'"kind":"progress"', b'"kind":"logged"')
 _LAST_SAVES = 6
 
-_Signature = tuple[tuple[str, int, int, int], ...]
-
-
-@dataclass(slots=True)
-class _Kept:
-    signature: _Signature
-    seen: RunSeen
+_Listed = tuple[tuple[str, float], ...]
 
 
 class SeenRuns:
-    """Runs that are looked at again and again; what has not changed is not read a second time."""
+    """Runs that are looked at again and again; what has not changed is not read a second time.
 
-    def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+    ``remembered`` is what an earlier process has read.
+    """
+
+    def __init__(self, remembered: Remembered | None = None) -> None:
+        self._remembered = remembered
+        self._kept: dict[str, tuple[str, RunSeen]] = {}
 
     def look(self, run: RunDirectory, name: str) -> RunSeen:
         """The run as its files are now; ``name`` is what a person types to mean it.
@@ -52,39 +51,56 @@ class SeenRuns:
         """
         if run.is_done():
             return RunSeen(name=name, status=RunStatus.FINISHED)
-        journal = _listed(str(run.journal), _NAME)
-        claims = _listed(str(run.attempts), _CLAIM)
-        key, signature = str(run.path), journal + claims
-        known = self._kept.get(key)
-        if known is None or known.signature != signature:
-            known = _Kept(signature, _read(run, name, journal, claims))
-            self._kept[key] = known
-        return replace(known.seen, stop_asked=run.stop_file.exists())
+        key, signed = str(run.path), signature(run)
+        kept, seen = self._kept.get(key, ("", None))
+        if seen is None or kept != signed:
+            seen = self._again(run, signed)
+            if seen is None:
+                seen = _read(run)
+                if self._remembered is not None:
+                    self._remembered.put(run, signed, asdict(seen))
+            self._kept[key] = (signed, seen)
+        return replace(seen, name=name, stop_asked=run.stop_file.exists())
+
+    def _again(self, run: RunDirectory, signed: str) -> RunSeen | None:
+        value = None if self._remembered is None else self._remembered.get(run, signed)
+        if value is None:
+            return None
+        try:
+            return RunSeen(**{**value, "status": RunStatus(value["status"])})
+        except (TypeError, ValueError, KeyError):
+            return None  # written by another version
+
+    def save(self) -> None:
+        """Keep it for the next process."""
+        if self._remembered is not None:
+            self._remembered.save()
 
     def forget(self, run: RunDirectory) -> None:
         """Read it anew the next time."""
         self._kept.pop(str(run.path), None)
 
 
-def _listed(folder: str, name: re.Pattern[str]) -> _Signature:
-    """Name, size, time and number of the files of that kind, sorted."""
-    found = []
+def _listed(folder: str, name: re.Pattern[str]) -> _Listed:
+    """Names and times of the files of that kind, sorted."""
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
-                if name.fullmatch(entry.name):
-                    stat = entry.stat(follow_symlinks=False)
-                    found.append((entry.name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+            found = [
+                (entry.name, entry.stat(follow_symlinks=False).st_mtime)
+                for entry in entries
+                if name.fullmatch(entry.name)
+            ]
     except FileNotFoundError:
         return ()
     return tuple(sorted(found))
 
 
-def _read(run: RunDirectory, name: str, journal: _Signature, claims: _Signature) -> RunSeen:
+def _read(run: RunDirectory) -> RunSeen:
+    journal, claims = _listed(str(run.journal), _NAME), _listed(str(run.attempts), _CLAIM)
     records: list[Record] = []
     tails: list[bytes] = []
-    newest = max((_number(file, _NAME) for file, *_ in journal), default=0)
-    for file, *_ in journal:
+    newest = max((_number(file, _NAME) for file, _ in journal), default=0)
+    for file, _ in journal:
         content = read_trusted(run.journal / file, _FILE_LIMIT)
         number, _, writer = file.removesuffix(".jsonl").partition("-")
         found, _ = read_lines(thinned(content), file=file, writer=writer)
@@ -94,13 +110,13 @@ def _read(run: RunDirectory, name: str, journal: _Signature, claims: _Signature)
     state = fold(records)
     ordered = in_order(without_fenced(records))
     attempt = state.attempts[-1] if state.attempts else None
-    written = max((mtime / 1e9 for *_, mtime, _ in (*journal, *claims)), default=0.0)
+    written = max((time for _, time in (*journal, *claims)), default=0.0)
     return RunSeen(
-        name=name,
+        name=run.name,
         status=state.status,
         job=state.job,
         attempt=0 if attempt is None else attempt.number,
-        claimed=max((_number(file, _CLAIM) for file, *_ in claims), default=0),
+        claimed=max((_number(file, _CLAIM) for file, _ in claims), default=0),
         ended=attempt is not None and attempt.ended is not None,
         changed=max(written, max((record.time for record in records), default=0.0)),
         usual_silence_s=_usual_silence(tails),

@@ -29,6 +29,7 @@ from slurm_forge.recovery.watching import (
     look,
 )
 from slurm_forge.run_directory import RunDirectory, list_claims
+from slurm_forge.run_directory.remembered import Remembered
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord, QueueRecord
@@ -40,6 +41,7 @@ __all__ = ["Found", "Round", "Watcher"]
 #: Jobs that are asked about one by one in a round; the others have their turn in the next.
 _MOST_QUESTIONS = 20
 _MOST_ACTS = 10
+_MINUTE_S = 60.0
 #: An answer about a job whose run has not changed since is good for so long, in seconds.
 _ANSWER_KEEPS_S = 600.0
 
@@ -73,7 +75,7 @@ class Watcher:
     """Looks at the runs of one user, round after round.
 
     ``name_of`` is what a person types to mean a run, ``site_of`` finds a site by its name.
-    ``limits`` may be given anew by what Slurm's configuration says.
+    ``remembered`` is what an earlier process has read of the runs' files.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Watcher:
         name_of: Callable[[RunDirectory], str],
         site_of: Callable[[str], Site],
         user: str | None = None,
+        remembered: Remembered | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -94,9 +97,8 @@ class Watcher:
         self._user = user or person()
         self._clock = clock
         self._sleep = sleep
-        self._seen = SeenRuns()
+        self._seen = SeenRuns(remembered)
         self._answers: dict[str, tuple[float, float, Looked]] = {}
-        self._configured = False
 
     def round(self, runs: Sequence[RunDirectory]) -> Round:
         """Look at each of them once, and do what is to be done.  Raises no ``ForgeError``."""
@@ -106,7 +108,9 @@ class Watcher:
         questions, acts = _MOST_QUESTIONS, _MOST_ACTS
         found: list[Found] = []
         left = 0
-        for run in runs:
+        # Whoever looks only once starts elsewhere each minute: each has its turn to be asked about.
+        first = int(self._clock() // _MINUTE_S) * _MOST_QUESTIONS % max(1, len(runs))
+        for run in (*runs[first:], *runs[:first]):
             name = self._name_of(run)
             try:
                 seen = self._seen.look(run, name)
@@ -138,6 +142,7 @@ class Watcher:
                 if done is not None:
                     found.append(done)
                 self._seen.forget(run)
+        self._seen.save()
         return Round(
             time=self._clock(),
             runs=len(runs),
@@ -145,7 +150,7 @@ class Watcher:
             why=why,
             asked_s=asked_s,
             left=left,
-            found=tuple(found),
+            found=tuple(sorted(found, key=lambda one: one.path)),
         )
 
     # -- asking -------------------------------------------------------------------------------
