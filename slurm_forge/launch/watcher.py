@@ -176,7 +176,7 @@ class Watcher:
             record = self._slurm.show_job(seen.job)
         except SlurmCommandError:
             return None
-        cancelled = False
+        cancelled = forgotten = False
         if record is None:
             try:
                 rows = [row for row in self._slurm.accounting(seen.job) if row.step is None]
@@ -185,7 +185,10 @@ class Watcher:
             except SlurmCommandError:
                 rows = []
             cancelled = bool(rows) and rows[-1].state is JobState.CANCELLED
-        answer = replace(looked, asked=True, record=record, cancelled=cancelled)
+            forgotten = not rows
+        answer = replace(
+            looked, asked=True, record=record, cancelled=cancelled, forgotten=forgotten
+        )
         self._answers[seen.job] = (self._clock(), seen.changed, answer)
         return answer
 

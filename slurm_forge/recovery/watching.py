@@ -102,7 +102,7 @@ class Looked:
 
     ``answered``: squeue did.  ``line`` is the job's, None where it is not in the queue.  ``asked``:
     the job itself was asked about after that, ``record`` is what came of it; ``cancelled`` also
-    where only accounting knows.
+    where only accounting knows, ``forgotten`` where that does not know the job either.
     """
 
     answered: bool
@@ -110,6 +110,7 @@ class Looked:
     asked: bool = False
     record: JobRecord | None = None
     cancelled: bool = False
+    forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +292,10 @@ def _gone(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Fin
         return _finding(seen, kind, words, f"it was asked to stop; to let it go on: {again}")
     if _owned(seen):
         return _finding(seen, kind, f"{words}; attempt {seen.claimed} never began", again)
+    if limits.restart and looked.forgotten and not began:
+        # Somebody may have cancelled it in the queue, where none of ours could note that.
+        words = f"{words}; whether it was cancelled, nobody knows any more"
+        return _finding(seen, kind, words, again)
     if not limits.restart:
         return _finding(seen, kind, words, f"{again} (or watch with --restart)")
     if seen.restarts >= limits.most_restarts:

@@ -129,6 +129,8 @@ TABLE = [
     ("dead, brought back", LONG, gone(JobState.NODE_FAIL), RESTART, K.DEAD, R.RESTART),
     ("vanished", replace(WAITS, changed=NOW - 500), gone(None), LIMITS, K.VANISHED, R.NONE),
     ("vanished, brought back", replace(FRESH, changed=NOW - 500), gone(None), RESTART, K.VANISHED, R.RESTART),
+    ("vanished, cancelled or not", replace(FRESH, changed=NOW - 500), replace(gone(None), forgotten=True), RESTART, K.VANISHED, R.NONE),
+    ("died, and forgotten since", LONG, replace(gone(None), forgotten=True), RESTART, K.DEAD, R.RESTART),
     ("tried too often", replace(LONG, restarts=3), gone(None), RESTART, K.DEAD, R.NONE),
     ("gone, asked to stop", replace(LONG, stop_asked=True), gone(None), RESTART, K.DEAD, R.NONE),
     ("gone, fenced", replace(LONG, claimed=2), gone(None), RESTART, K.DEAD, R.NONE),
@@ -220,6 +222,7 @@ lookeds = st.builds(
     asked=st.booleans(),
     record=records,
     cancelled=st.booleans(),
+    forgotten=st.booleans(),
 )
 limits_ = st.builds(WatchLimits, restart=st.booleans(), shorten=st.booleans())
 
@@ -240,6 +243,7 @@ def test_nothing_is_done_that_must_not_be(
         assert limits.restart
         assert looked.line is None and looked.asked
         assert not looked.cancelled
+        assert seen.status is RunStatus.RUNNING or not looked.forgotten
         assert looked.record is None or looked.record.state is not JobState.CANCELLED
         assert seen.restarts < limits.most_restarts
     if found.remedy is Remedy.SHORTEN:
