@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_forge.cli.places import state_folder
-from slurm_forge.journal.state import RunStatus
 from slurm_forge.report.listing import ListedRun
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.remembered import Remembered, signature
@@ -21,9 +20,8 @@ __all__ = ["Lister"]
 
 #: Grows with what a line is worked out by.
 _VERSION = "1"
-_RESTS = frozenset(
-    {RunStatus.FINISHED, RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, RunStatus.NEW}
-)
+#: Of ``RunStatus``, whose room is not entered for lines that are known.
+_RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
 
 
 class Lister:
@@ -49,11 +47,11 @@ class Lister:
         signed = signature(run)
         value = self._remembered.get(run, signed)
         kept = None if value is None else _line(value, run)
-        if kept is not None and not (self._words and RunStatus(kept.status) not in _RESTS):
+        if kept is not None and not (self._words and kept.status not in _RESTS):
             return kept
         line, newest = self._made(run)
         # Whether a local run is still there is no matter of files.
-        if line.job[:1].isdigit() or not line.job or RunStatus(line.status) in _RESTS:
+        if line.job[:1].isdigit() or not line.job or line.status in _RESTS:
             self._remembered.put(run, signed, {**asdict(line), "newest": newest})
         return line
 
@@ -78,11 +76,10 @@ def _line(value: dict[str, Any], run: RunDirectory) -> ListedRun | None:
     """The line as it is now: only its age has changed."""
     try:
         newest = value["newest"]
-        status = RunStatus(value["status"])
         return ListedRun(
             run=run.name,
             path=str(run.path),
-            status=status.value,
+            status=str(value["status"]),
             words=str(value["words"]),
             job=str(value["job"]),
             step=_number(value["step"]),

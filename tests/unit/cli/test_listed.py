@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.listed import Lister
+from slurm_forge.cli.listed import _RESTS, Lister
+from slurm_forge.journal import RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.report.listing import ListedRun
 from slurm_forge.report.status import Status
@@ -96,3 +97,9 @@ def test_what_others_could_have_written_does_not_count(state: Path, tmp_path: Pa
     kept.chmod(0o666)
     assert line(scribe.run).status == "running"
     assert fresh.status == "submitted"
+
+
+def test_the_words_of_rest_are_those_of_the_journal() -> None:
+    words = {status.value for status in RunStatus}
+    assert _RESTS < words
+    assert words - _RESTS == {"submitted", "running", "requeued"}
