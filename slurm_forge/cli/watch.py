@@ -110,9 +110,13 @@ def watch(
             raise typer.Exit(_NEWS if any(one.finding.person for one in news) else 0)
         pause = pause_s if round_.answered else min(2 * pause, max(_LONGEST_PAUSE_S, pause_s))
         try:
-            time.sleep(max(pause, _SHARE * round_.asked_s))
+            _rest(max(pause, _SHARE * round_.asked_s))
         except KeyboardInterrupt:
             return
+
+
+def _rest(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def _limits(slurm: Slurm, *, restart: bool) -> WatchLimits:

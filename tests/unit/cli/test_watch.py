@@ -152,3 +152,28 @@ def test_one_run_by_name(folder: Path) -> None:
     assert "tiny" in told.stdout and "big" not in told.stdout
     assert "big" in watch(folder).stdout, "the other one is news still"
     assert watch(folder, "nobody").exit_code == 2
+
+
+def test_a_controller_that_does_not_answer_is_asked_less_and_less_often(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held(folder, "tiny", "42")
+    squeue = folder.parent / "bin" / "squeue"
+    good = squeue.read_text()
+    squeue.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    squeue.chmod(0o700)
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 7:
+            squeue.write_text(good)
+        if len(pauses) == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("slurm_forge.cli.watch._rest", sleep)
+    words = ["watch", "--runs", str(folder), "--every", "50s"]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0
+    assert pauses == [100, 200, 400, 800, 900, 900, 900, 50]
+    assert told.stdout.count("held: hang") == 1

@@ -26,6 +26,7 @@ from slurm_forge.recovery.watching import FindingKind, Remedy, WatchLimits
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.fake_slurm import FakeSlurm, FakeSlurmSpec, Runs
 
 SITE = find_site("generic")
@@ -205,8 +206,11 @@ def test_a_dead_controller_costs_one_question_and_nothing_is_done(world: World) 
     assert all(done for _, done in kinds(watcher.round(runs))), "and then they are carried out"
 
 
-def test_slurms_delay_is_given_away_but_no_pause_of_ours(world: World) -> None:
+@pytest.mark.parametrize("allowed", [True, False])
+def test_slurms_delay_is_given_away_where_the_site_lets_us(world: World, allowed: bool) -> None:
     run, job = world.submit(seconds=3)
+    file = read_run_file(run.spec_file).model_copy(update={"shorten_requeue": allowed})
+    run.spec_file.write_text(file.to_yaml())
     journal = begins(run, job)
     world.fake.wait_state(job, JobState.RUNNING)
     world.fake.requeue(job)
@@ -219,6 +223,10 @@ def test_slurms_delay_is_given_away_but_no_pause_of_ours(world: World) -> None:
     assert record.start_time - world.fake.clock.now > timedelta(seconds=60)
     limits = WatchLimits(delay_s=121.0)
     found = world.watcher(limits).round([run])
+    if not allowed:
+        assert found.found == ()
+        assert world.fake.show_job(job) == record
+        return
     world.fake.wait_state(job, JobState.RUNNING)
     assert kinds(found) == [(FindingKind.DELAYED, f"job {job} may start now")]
 
