@@ -88,10 +88,16 @@ def watch(
     told = Told(state_folder() / "watch", folder)
     told.make()
     places = site_places()
+    # What goes before the name of each run there; worked out once, and not for each of thousands.
+    before = reference(RunDirectory.at(folder / "x"))[:-1]
+
+    def name_of(found: RunDirectory) -> str:
+        return before + found.name if found.path.parent == folder else reference(found)
+
     watcher = Watcher(
         slurm,
         limits=_limits(slurm, restart=restart),
-        name_of=reference,
+        name_of=name_of,
         site_of=lambda name: places.load(name).site,
         remembered=Remembered(state_folder() / "seen", folder, "1") if once else None,
     )

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from slurm_forge.errors import ForgeError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch.asked_back import Brought, bring_back, reconcile
 from slurm_forge.launch.run_seen import RESTARTED, SeenRuns
-from slurm_forge.launch.submission import note
 from slurm_forge.person import person
 from slurm_forge.recovery.watching import (
     Finding,
@@ -34,7 +33,9 @@ from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord, QueueRecord
 from slurm_forge.slurm.states import TERMINAL, JobState
-from slurm_forge.spec.run_file import read_run_file
+
+if TYPE_CHECKING:
+    from slurm_forge.launch.asked_back import Brought
 
 __all__ = ["Found", "Round", "Watcher"]
 
@@ -196,6 +197,10 @@ class Watcher:
 
     def _act(self, run: RunDirectory, seen: RunSeen, finding: Finding) -> Found | None:
         """Carry the remedy out; None where it was not needed any more."""
+        # Most looks find nothing to do, and what is needed for it takes longer to load than they.
+        from slurm_forge.launch.asked_back import reconcile
+        from slurm_forge.spec.run_file import read_run_file
+
         path = str(run.path)
         try:
             if finding.remedy is Remedy.SHORTEN:
@@ -215,6 +220,9 @@ class Watcher:
 
     def _restart(self, run: RunDirectory, seen: RunSeen) -> Brought:
         """As ``slurm-forge requeue``, unless anything has changed since it was looked at."""
+        from slurm_forge.launch.asked_back import bring_back
+        from slurm_forge.launch.submission import note
+        from slurm_forge.spec.run_file import read_run_file
 
         def unless(state: RunState, record: JobRecord | None) -> str | None:
             if state.status not in _LIVE or state.open_intent is not None:
