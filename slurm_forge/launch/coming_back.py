@@ -19,8 +19,9 @@ from slurm_forge.launch.ladder import Comeback, Ladder
 from slurm_forge.launch.leaving import open_ledger, partition_of
 from slurm_forge.launch.update import arguments_for, update_for
 from slurm_forge.recovery.nodes import spared
+from slurm_forge.recovery.sooner import Soon, sooner
 from slurm_forge.slurm.client import JobUpdate, Slurm
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord
 from slurm_forge.vocabulary.decision import Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -61,7 +62,8 @@ class ComingBack:
         self._avoider: Avoider | None = None
         self._there: frozenset[str] | None = None
         self._problems: list[str] = []
-        self._kill_wait: timedelta | None = None
+        self._config: ConfigRecord | None = None
+        self._soon: Soon | None = None
         self._config_asked = threading.Event()
         self._asking: threading.Thread | None = None
         self._asked = False
@@ -77,7 +79,7 @@ class ComingBack:
         """slurm.conf's KillWait; None where Slurm does not say so within a moment."""
         if self._asking is not None:
             self._config_asked.wait(_MOMENT_S)
-        return self._kill_wait
+        return None if self._config is None else self._config.kill_wait
 
     def strike(self, decision: Decision) -> None:
         """Note in the ledger what the incident says against the nodes that it started on."""
@@ -123,7 +125,19 @@ class ComingBack:
             update,
             wait=timedelta(seconds=decision.wait_s),
             arguments=lambda: arguments_for(update(), job),
+            soon=self._sooner,
         )
+
+    def _sooner(self) -> timedelta | None:
+        """How far ahead the next start may be, while our own end is not reached yet."""
+        if self._attempt.file.shorten_requeue:
+            self._soon = sooner(self._config, self._attempt.state().attempts)
+        return None if self._soon is None else self._soon.at_worst
+
+    def leave(self) -> None:
+        """The very last act: nothing of ours runs any more, so the next start may come soon."""
+        if self._soon is not None:
+            self._ladder.start_soon(self._soon.at_end)
 
     def hold(self, reason: str) -> Comeback:
         """Leave it to a person; raises only a fence."""
@@ -187,7 +201,7 @@ class ComingBack:
         self._asked = True
         attempt = self._attempt
         with contextlib.suppress(ForgeError):
-            self._kill_wait = self._slurm.show_config().kill_wait
+            self._config = self._slurm.show_config()
         self._config_asked.set()
         try:
             self._there = partition_of(self._slurm, self._partition)

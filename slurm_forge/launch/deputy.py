@@ -33,6 +33,7 @@ from slurm_forge.launch.update import (
 )
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import supervisor_lost
+from slurm_forge.recovery.sooner import sooner
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
@@ -105,7 +106,8 @@ def bring_back(
         with contextlib.suppress(OSError):
             journal.write(LaunchEnded(outcome=incident.cause.value, step=incident.step))
             journal.write(IncidentSeen(incident=incident))
-        spec = read_run_file(run.spec_file).job
+        file = read_run_file(run.spec_file)
+        spec = file.job
         decision = decide(
             spec.recovery,
             state,
@@ -129,7 +131,15 @@ def bring_back(
             fence=fence,
             patience=_PATIENCE,
         )
-        outcome = _act(decision, ladder, spec, record)
+
+        def soon() -> timedelta | None:
+            with contextlib.suppress(ForgeError):
+                config = slurm.show_config() if file.shorten_requeue else None
+                ahead = sooner(config, state.attempts)
+                return None if ahead is None else ahead.at_worst
+            return None
+
+        outcome = _act(decision, ladder, spec, record, soon)
         with contextlib.suppress(OSError):
             journal.write(AttemptEnded(outcome=outcome), durable=True)
         return f"{decision.reason}: {outcome}"
@@ -172,7 +182,13 @@ def _lives(claim: Claim) -> bool:
         return False
 
 
-def _act(decision: Decision, ladder: Ladder, job: JobSpec, record: JobRecord | None) -> str:
+def _act(
+    decision: Decision,
+    ladder: Ladder,
+    job: JobSpec,
+    record: JobRecord | None,
+    soon: Callable[[], timedelta | None],
+) -> str:
     outcome = decision.action.value
     if decision.action is Action.HOLD:
         outcome = ladder.hold(decision.reason).taken.value
@@ -183,6 +199,7 @@ def _act(decision: Decision, ladder: Ladder, job: JobSpec, record: JobRecord | N
             update,
             wait=timedelta(seconds=decision.wait_s),
             arguments=arguments_for(update, job),
+            soon=soon,
         )
         outcome = comeback.taken.value
     return str(outcome)

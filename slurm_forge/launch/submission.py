@@ -75,6 +75,7 @@ def create_run(
         srun_options=tuple(site.srun_options),
         purge_after=None if storage is None else storage.purge_after,
         purge_basis=None if storage is None else storage.purge_basis,
+        shorten_requeue=site.shorten_requeue,
         node_ledger=site.node_ledger,
         job=job,
     )

@@ -332,6 +332,7 @@ class _Supervisor:
         self._step.leave()
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
+        self._back.leave()
         return 1 if decision.action is Action.RAISE else 0
 
 

@@ -144,7 +144,8 @@ class FakeJob:
         )
 
     def queued(self) -> QueueRecord:
-        """What squeue says."""
+        """What squeue says: of one that waits, when it may start."""
+        waiting = self.base is JobState.PENDING and not self.completing
         return QueueRecord(
             job_ref=self.ref,
             job_id=self.number,
@@ -152,7 +153,7 @@ class FakeJob:
             state_text=self.state.value,
             reason=self.reason,
             partition=self.partition,
-            start_time=self.started,
+            start_time=self.begin if waiting else self.started,
         )
 
     def row(self, state: JobState, *, by: int | None = None) -> AccountingRecord:

@@ -43,6 +43,7 @@ class Ladder:
         *,
         wait: timedelta,
         arguments: Callable[[], tuple[str, ...]],
+        soon: Callable[[], timedelta | None],
     ) -> Comeback:
         self.update, self.wait, self.arguments = update(), wait, arguments()
         return Comeback(Taken.REQUEUED, reason)
