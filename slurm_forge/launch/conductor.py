@@ -26,6 +26,7 @@ from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
@@ -79,6 +80,14 @@ class Conductor:
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+        self._watchdog = Watchdog(
+            hub,
+            timing.hang,
+            clock,
+            attempt=journal.attempt,
+            launch=journal.launch,
+            learned=dict(timing.stretches),
+        )
 
     def signal(self, name: str) -> None:
         """The batch step itself got a signal."""
@@ -144,6 +153,7 @@ class Conductor:
                 seen.said_goodbye.add(rank)
                 seen.stopped = message if rank == 0 or seen.stopped is None else seen.stopped
             case p.Committed():
+                self._watchdog.saved(message.seconds)
                 self._pace.committed(
                     self._clock(),
                     blocked=timedelta(seconds=message.blocked_s),
@@ -177,6 +187,8 @@ class Conductor:
                 self._left_out.said(rank, message.step, self._clock())
             case p.ProbeArrived() | p.ProbeDone():
                 self._judge.hear(rank, message)
+            case p.Lasted() | p.Stacks():
+                self._watchdog.hear(rank, message)
             case _:
                 pass
 
@@ -249,7 +261,20 @@ class Conductor:
                 if not measured.ok:
                     self._seen.feel_pulse(self._hub.members(), measured, now)
                     self._end()
+        self._watch_for_stalls(now)
         self._ending.look(now)
+
+    def _watch_for_stalls(self, now: float) -> None:
+        """Not once the launch is ending: a stop that does not come has its own deadline."""
+        seen = self._seen
+        if seen.stop_asked is not None or seen.ending_since is not None:
+            return
+        told = self._watchdog.look(now, seen.said_goodbye)
+        if told is not None:
+            self._note(told)
+        if self._watchdog.stalled is not None:
+            seen.stalled = self._watchdog.stalled
+            self._end()
 
     def _undisturbed(self) -> bool:
         """Whether the launch goes on and nobody has left it: else nothing new is asked for."""

@@ -11,6 +11,7 @@ from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.journal.events import ProbeMeasured
 from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -61,6 +62,8 @@ class Seen:
     aborted: bool = False
     #: The late ranks when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
+    #: The watchdog's verdict.
+    stalled: Stall | None = None
     #: Ranks that had not joined when they were waited for no longer.
     absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
@@ -139,6 +142,7 @@ class Seen:
             lost=tuple(self.lost),
             absent=self.absent,
             beats=self.beats,
+            stalled=self.stalled,
             probe_failed=late is not None,
             late_ranks=() if late is None else late.late_ranks,
             late_hosts=() if late is None else late.late_hosts,

@@ -150,6 +150,7 @@ class _Stock:
             channel=embedded.rendezvous.channel,
             nonce=embedded.rendezvous.nonce,
             survives_abort=True,
+            attempt=embedded.rendezvous.attempt,
         )
         embedded.wait_over()
         del result

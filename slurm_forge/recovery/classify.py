@@ -57,6 +57,9 @@ def _where(
     if cause is Cause.NODE_FAIL and node:
         on_it = [lost.rank for lost in facts.lost if lost.host == node]
         return (on_it[0] if on_it else None), (node,)
+    stall = facts.stalled
+    if stall is not None and cause is stall.cause:
+        return (stall.late_ranks[0] if stall.late_ranks else None), stall.late_hosts
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
     if facts.probe_failed and cause is Cause.HANG:
@@ -71,6 +74,8 @@ def _where(
 
 
 def _step(facts: LaunchFacts) -> int | None:
+    if facts.stalled is not None:
+        return facts.stalled.step
     first = _first_failure(facts)
     return facts.step if first is None else first.step
 
@@ -115,6 +120,8 @@ def _judge(facts: LaunchFacts) -> Judged:
         from_slurm = of_a_stop(facts)
         if from_slurm is not None:
             return from_slurm
+    if facts.stalled is not None:  # what ranks say once they are ended follows from it
+        return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
     first = _first_failure(facts)
     if first is not None:
         return _by_last_words(facts, first)

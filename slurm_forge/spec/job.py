@@ -36,6 +36,7 @@ from slurm_forge.spec.types import (
     Steps,
     check_printable,
 )
+from slurm_forge.spec.watchdog import WatchdogSpec
 from slurm_forge.store.retention import Rules
 
 __all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
@@ -262,6 +263,10 @@ class JobSpec(Section):
     probe: ProbeSpec = Field(
         default_factory=ProbeSpec,
         description="Whether and how often all ranks are asked to answer.",
+    )
+    watchdog: WatchdogSpec = Field(
+        default_factory=WatchdogSpec,
+        description="When a rank that gets no further counts as hung.",
     )
     environment: EnvironmentSpec = Field(
         default_factory=EnvironmentSpec,

@@ -34,6 +34,7 @@ from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.leaving import Leaving, show_crashes
+from slurm_forge.training.witnessed import Witnessed, begin_to_be_witnessed
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
@@ -109,18 +110,35 @@ def run_rank(
     nonce: str,
     launch_started: float | None = None,
     survives_abort: bool = False,
+    attempt: int | None = None,
 ) -> Result:
     """Train as one rank.  Returns for every outcome, last words included; the caller exits.
 
-    ``survives_abort`` is for the rank that hosts the conductor itself.
+    ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``.
     """
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
     notices = _Notices()
     SignalWatcher(notices.seen)
+    witnessed: Witnessed | None = None
     try:
         file = read_run_file(directory.spec_file)
+        watchdog = file.job.watchdog
+        if watchdog.enabled:
+            witnessed = begin_to_be_witnessed()
+        if witnessed is not None:
+            witnessed.start(
+                directory,
+                rank=place.rank,
+                world_size=place.world_size,
+                host=place.host,
+                channel=channel,
+                nonce=nonce,
+                attempt=knobs.attempt if attempt is None else attempt,
+                launch=knobs.launch or 1,
+                alone_after=watchdog.at_most if survives_abort else None,
+            )
         hosts, port = parse_addresses(channel)
         member = _Channel(
             rank=place.rank,
@@ -133,13 +151,18 @@ def run_rank(
             on_abort=_stay
             if survives_abort
             else Leaving(directory, rank=place.rank, in_slurm=bool(place.node)),
+            progress=None if witnessed is None else witnessed.progress,
         )
     except Exception as error:
         words = last_words_of(error, step=0, phase="start", micro_batch=0)
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    return _Rank(directory, place, file, member, nonce, launch_started or begun).train()
+    try:
+        return _Rank(directory, place, file, member, nonce, launch_started or begun).train()
+    finally:
+        if witnessed is not None:
+            witnessed.end()
 
 
 class _Channel(Member):
