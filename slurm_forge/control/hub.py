@@ -381,9 +381,7 @@ class Hub:
             self._drop(peer)
             return
         peer.witness = message.rank
-        self._witnesses[message.rank] = WitnessView(
-            rank=message.rank, host=message.host, heard=now
-        )
+        self._witnesses[message.rank] = WitnessView(rank=message.rank, host=message.host, heard=now)
         self._send(peer, p.Welcome(nonce=self.nonce))
 
     def _is_connected(self, rank: int) -> bool:

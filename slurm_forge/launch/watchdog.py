@@ -13,8 +13,8 @@ from slurm_forge.control import Hub, MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import WitnessView
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
-from slurm_forge.recovery.stack_text import main_thread, where
-from slurm_forge.recovery.stalls import Excused, Look, RankView, Stall, judge, standstill
+from slurm_forge.recovery.stack_text import where
+from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
 from slurm_forge.recovery.stretches import Rules, Stretches
 
 __all__ = ["Watchdog"]
@@ -86,7 +86,7 @@ class Watchdog:
                 at=self._clock(),
                 state=message.state,
                 cpu_s=message.cpu_s,
-                where=where(main_thread(message.text)),
+                where=where(message.text),
                 text=message.text,
                 file=message.file,
                 how=message.how,
@@ -135,6 +135,9 @@ class Watchdog:
         since = now - suspicion.asked
         if not wanted <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
             return None
+        frozen = any(views[r].silent or views[r].state in FROZEN for r in found.over)
+        if suspicion.first is None and frozen:
+            suspicion.first = suspicion.looks  # a second look would show the same
         if suspicion.first is None:
             if since < _BETWEEN_S:
                 return None

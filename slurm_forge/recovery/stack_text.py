@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Frame", "Where", "main_thread", "where"]
+__all__ = ["Frame", "Where", "essence", "threads", "where"]
 
 _MOST_FRAMES = 100
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+[^\n]{0,120}\(most recent call first\)")
@@ -26,6 +26,8 @@ _SAVING = (
     "slurm_forge/files/",
     "torch/serialization.py",
 )
+#: Carries out a save on its own thread, and is what the main thread waits for then.
+_AWAITS_SAVE = "slurm_forge/checkpoint/flight.py"
 _LOADING = ("slurm_forge/training/fetching.py", "torch/utils/data/")
 
 
@@ -56,30 +58,61 @@ class Where:
     top: str = ""
 
 
-def main_thread(text: str) -> tuple[Frame, ...]:
-    """The frames of the main thread, innermost first; none where the text has none."""
-    threads: list[tuple[str, list[Frame]]] = []
+def threads(text: str) -> tuple[tuple[Frame, ...], ...]:
+    """The frames of every thread, innermost first; the main thread's are the last."""
+    found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
-            threads.append(("", []))
+            found.append(("", []))
         elif (named := _SPY_THREAD.match(line)) is not None:
-            threads.append((named[1], []))
-        elif threads and len(threads[-1][1]) < _MOST_FRAMES:
-            found = _FRAME.match(line)
-            if found is not None:
-                threads[-1][1].append(Frame(found[1], int(found[2]), found[3]))
+            found.append((named[1], []))
+        elif found and len(found[-1][1]) < _MOST_FRAMES:
+            frame = _FRAME.match(line)
+            if frame is not None:
+                found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
             elif (spied := _SPY_FRAME.match(line)) is not None:
-                threads[-1][1].append(Frame(spied[2], int(spied[3] or 0), spied[1]))
-    if not threads:
-        return ()
-    named_main = next((frames for name, frames in threads if name == "MainThread"), None)
-    return tuple(threads[-1][1] if named_main is None else named_main)
+                found[-1][1].append(Frame(spied[2], int(spied[3] or 0), spied[1]))
+    found.sort(key=lambda each: each[0] == "MainThread")  # stable: the others as they came
+    return tuple(tuple(frames) for _, frames in found if frames)
 
 
-def where(frames: tuple[Frame, ...]) -> Where:
-    """What the innermost frames mean."""
-    if not frames:
+def essence(text: str) -> str:
+    """What ``where`` looks at, as the text of a dump that is never long."""
+    everything = threads(text)
+    kept = [*_savers(everything[:-1]), *everything[-1:]]
+    return "".join(
+        "Thread 0x0 (most recent call first)\n"
+        + "".join(
+            f'  File "{f.file[-200:]}", line {f.line} in {f.function[:100]}\n' for f in each[:40]
+        )
+        for each in kept
+    )
+
+
+def where(text: str) -> Where:
+    """What the main thread's innermost frames mean.
+
+    Of one that waits for its own save, what the thread that carries it out is at: it may wait for
+    other ranks, or for the file system.
+    """
+    everything = threads(text)
+    if not everything:
         return Where()
+    main = everything[-1]
+    if any(_AWAITS_SAVE in f.file for f in main):
+        return _of_frames(next(iter(_savers(everything[:-1])), main))
+    return _of_frames(main)
+
+
+def _savers(others: tuple[tuple[Frame, ...], ...]) -> list[tuple[Frame, ...]]:
+    return [
+        frames
+        for frames in others
+        if any(_AWAITS_SAVE in f.file for f in frames) and any(f.function == "fly" for f in frames)
+    ][:2]
+
+
+def _of_frames(frames: tuple[Frame, ...]) -> Where:
     # Python's own wrappers (threading, selectors, contextlib) say nothing: look below them.
     first = next((f for f in frames if "/" in f.file and not _is_python(f.file)), frames[0])
     near = frames[:12]

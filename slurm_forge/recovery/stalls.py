@@ -14,15 +14,17 @@ from slurm_forge.recovery.stack_text import Where
 from slurm_forge.recovery.stretches import Stretches
 from slurm_forge.vocabulary.cause import Cause, Evidence
 
-__all__ = ["Excused", "Look", "RankView", "Stall", "Standstill", "judge", "standstill"]
+__all__ = ["FROZEN", "Excused", "Look", "RankView", "Stall", "Standstill", "judge", "standstill"]
 
 _STOPPED = frozenset("T")
 _TRACED = frozenset("t")
 #: A process that can't go on by itself, whatever its stack says.
-_FROZEN = frozenset("TDZX")
+FROZEN = frozenset("TDZX")
 #: Share of the time between two looks that a rank must have computed to count as busy.
 _BUSY = 0.5
 _SHOWN = 8
+#: Some Python thread runs every second, unless something keeps all of them from it.
+_MUTE = timedelta(seconds=2.5)
 #: Compiling may take this much longer than anything else that nobody has seen before.
 _COMPILING = 3
 
@@ -173,7 +175,7 @@ def _late(
 
 
 def _is_frozen(view: RankView, look: Look | None) -> bool:
-    return view.silent or (view.state in _FROZEN and (look is None or look.state in _FROZEN))
+    return view.silent or (view.state in FROZEN and (look is None or look.state in FROZEN))
 
 
 def _busy(
@@ -243,11 +245,11 @@ def _state(view: RankView, look: Look | None) -> str:
     """What is known of one rank, in a line."""
     if view.silent:
         return "its node or all of its processes are silent"
-    if view.state in _FROZEN:
+    if view.state in FROZEN:
         return _FROZEN_WORDS[view.state]
     where = Where() if look is None or look.where is None else look.where
     held = ""
-    if view.mute > timedelta(seconds=5):
+    if view.mute > max(_MUTE, view.since / 2):
         held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "
         held += "holds the interpreter's lock"
     if not where.top:

@@ -1,8 +1,8 @@
 """How long a rank may stay where it is: learned from how long the run's own stretches took.
 
-Limits are of kinds (``control.clock_page.Moved.kind``): a plain step, waiting for data, a save, each
-phase of the program's own, and each of those anew behind a start, where something may be compiled
-or a cache is cold.
+Limits are of kinds (``control.clock_page.Moved.kind``): a plain step, waiting for data, a save,
+each phase of the program's own, and steps anew behind a start or a phase, where something may be
+compiled or a cache is cold.
 """
 
 from __future__ import annotations

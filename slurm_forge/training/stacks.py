@@ -1,8 +1,8 @@
 """Python stacks of another process, taken without its help: whatever its interpreter is doing.
 
-``py-spy dump`` where it is installed; else the C-level handler of ``faulthandler``, which the worker
-has registered on a signal of its own and which writes into memory that both processes hold: it
-needs neither the interpreter's lock nor a file system.  The signal goes to the thread of the
+``py-spy dump`` where it is installed; else the C-level handler of ``faulthandler``, which the
+worker has registered on a signal of its own and which writes into memory that both processes hold:
+it needs neither the interpreter's lock nor a file system.  The signal goes to the thread of the
 control channel, so that nothing of the program is interrupted.  A process that is stopped runs no
 handler: of that one the kernel's view is all there is, unless py-spy is there.
 """
@@ -107,9 +107,8 @@ class StackTaker:
         ]
         for child in children_of(self._pid)[:_MOST_CHILDREN]:
             its = self._spied(child) if how == "py-spy" else self._dumped(child, child)
-            if its:
-                state = read_process(child).state
-                parts += [f"child {child}  state {state}", its]
+            if its or catches(child, STACK_SIGNAL):
+                parts += [f"child {child}  state {read_process(child).state}", its]
         whole = "\n\n".join(part for part in parts if part) + "\n"
         return Taken(whole, stacks, how, facts)
 

@@ -23,6 +23,7 @@ from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.clock_page import ClockReader
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory, write_atomic
+from slurm_forge.recovery.stack_text import essence
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
 from slurm_forge.training.process_facts import read_process
@@ -36,7 +37,6 @@ _TICK_S = 1.0
 _GAP_S = 1.5
 _CONNECT_WITHIN_S = 10.0
 _SEND_WITHIN_S = 5.0
-_MOST_TEXT = 6000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class Witness:
                 state=taken.facts.state,
                 cpu_s=taken.facts.cpu_s,
                 file=file,
-                text=taken.stacks[-_MOST_TEXT:],
+                text=essence(taken.stacks),
             )
         )
 

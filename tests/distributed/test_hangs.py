@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import slurm_forge as forge
+from slurm_forge.checkpoint import shardfile
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import StallSeen
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Incident
 from tests.distributed.launches import Launch, launched, new_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
 
+#: A second where thirty are shipped: the limits that follow from it are as much shorter.
 WATCHDOG = {"at_least": "1s", "at_most": "4s"}
+#: Noticed within the limit, two looks at the stacks and what a busy machine adds.
+NOTICED_S = 30.0
 
 
 class Points(torch.utils.data.Dataset):
@@ -28,15 +38,28 @@ class Points(torch.utils.data.Dataset):
         return torch.full((4,), float(index))
 
 
-def train(run: forge.Run) -> None:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(4, 1)
-    if run.world_size > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    run.register(model=model, optimizer=optimizer)
-    for batch in run.batches(Points(), global_batch_size=8, until=forge.Steps(200)):
-        run.train_step(batch, lambda micro: model(micro).square().mean())
+class Net:
+    """What a test's program trains."""
+
+    def __init__(self, run: forge.Run) -> None:
+        torch.manual_seed(1)
+        model: torch.nn.Module = torch.nn.Linear(4, 1)
+        if run.world_size > 1:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        self.model = model
+        run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def loss(self, micro: torch.Tensor) -> torch.Tensor:
+        return self.model(micro).square().mean()
+
+
+def train(run: forge.Run, *, workers: int = 0, steps: int = 4000) -> None:
+    net = Net(run)
+    batches = run.batches(
+        Points(), global_batch_size=8, until=forge.Steps(steps), num_workers=workers
+    )
+    for batch in batches:
+        run.train_step(batch, net.loss)
 
 
 def stalls(run: RunDirectory) -> list[StallSeen]:
@@ -44,14 +67,129 @@ def stalls(run: RunDirectory) -> list[StallSeen]:
     return [r.event for r in records if isinstance(r.event, StallSeen)]
 
 
-def test_a_stopped_rank(tmp_path: Path) -> None:
+def stalled(launch: Launch, rank: int | None = None) -> StallSeen:
+    """Wait until the watchdog has spoken; ``rank`` can't leave by itself."""
+    launch.until(lambda: stalls(launch.run), "the stall", NOTICED_S)
+    if rank is not None:
+        launch.kill(rank, signal.SIGKILL)
+    return stalls(launch.run)[0]
+
+
+def incident(launch: Launch) -> Incident:
+    return launch.attempt.state().attempts[-1].incidents[-1][1]
+
+
+def text_of(launch: Launch) -> str:
+    return "\n".join(f"{each.source}: {each.text}" for each in incident(launch).evidence)
+
+
+def stacks_of(launch: Launch, rank: int) -> str:
+    return (launch.run.stacks(1, 1) / f"rank-{rank:05d}.txt").read_text()
+
+
+def test_a_stopped_rank_is_named_and_the_launch_is_ended(tmp_path: Path) -> None:
     run = new_run(tmp_path, watchdog=WATCHDOG, inject=["stop@9:rank1"])
     with launched(run, 2, train) as launch:
-        launch.until(lambda: stalls(run), "the stall", 20)
-        launch.kill(1, signal.SIGKILL)
-    incident = launch.attempt.state().attempts[-1].incidents[-1][1]
-    print(incident, launch.decision)
-    for f in stalls(run)[0].files: print((run.path/f).read_text())
-    assert incident.cause is Cause.HANG
-    assert incident.rank == 1
-    assert 0
+        seen = stalled(launch, rank=1)
+    assert seen.late_ranks == (1,)
+    assert incident(launch).cause is Cause.HANG
+    assert (incident(launch).rank, incident(launch).step) == (1, 9)
+    assert "its process is stopped (state T)" in text_of(launch)
+    assert "rank 0 waiting in backward" in text_of(launch)
+    assert "state T" in stacks_of(launch, 1)
+    assert launch.decision is not None and launch.decision.action is Action.RELAUNCH
+
+
+def test_a_deadlock_in_python_is_found_with_its_line(tmp_path: Path) -> None:
+    run = new_run(tmp_path, watchdog=WATCHDOG, inject=["lock@9:rank1"])
+    with launched(run, 2, train) as launch:
+        seen = stalled(launch)
+    assert seen.late_ranks == (1,)
+    assert seen.files == ("attempts/1/stacks/1/rank-00001.txt",)
+    assert "_do (injecting.py:" in text_of(launch)
+    assert 'injecting.py", line' in stacks_of(launch, 1)
+
+
+def test_a_held_interpreter_lock_is_seen_from_outside(tmp_path: Path) -> None:
+    run = new_run(tmp_path, watchdog=WATCHDOG, inject=["gil@9:rank1"])
+    with launched(run, 2, train) as launch:
+        seen = stalled(launch, rank=1)
+    assert seen.late_ranks == (1,)
+    assert "hold_interpreter (hanging.py:" in text_of(launch)
+    assert "C code holds the interpreter's lock" in text_of(launch)
+
+
+def test_all_inside_a_collective_names_nobody(tmp_path: Path) -> None:
+    def skips_one(run: forge.Run) -> None:
+        net = Net(run)
+        extra = dist.new_group()
+        for batch in run.batches(Points(), global_batch_size=8, until=forge.Steps(4000)):
+            if run.step_number == 9 and run.rank == 0:
+                dist.all_reduce(torch.ones(1), group=extra)
+            run.train_step(batch, net.loss)
+
+    run = new_run(tmp_path, watchdog=WATCHDOG)
+    with launched(run, 2, skips_one) as launch:
+        seen = stalled(launch)
+    assert seen.late_ranks == ()
+    assert incident(launch).cause is Cause.HANG
+    assert "all ranks inside all_reduce and backward" in text_of(launch)
+
+
+def test_stopped_loader_workers_are_told_as_the_data_loader(tmp_path: Path) -> None:
+    run = new_run(tmp_path, watchdog=WATCHDOG, inject=["data@9:rank1"])
+    with launched(run, 2, lambda run: train(run, workers=1)) as launch:
+        seen = stalled(launch)
+    assert seen.late_ranks == (1,)
+    assert incident(launch).cause is Cause.HANG
+    assert "in the data loader" in text_of(launch)
+    assert "child" in stacks_of(launch, 1)
+
+
+def test_a_sample_that_never_comes_shows_the_datasets_own_line(tmp_path: Path) -> None:
+    class Stuck(Points):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if dist.get_rank() == 1 and index >= 0 and Path(tmp_path / "now").exists():
+                time.sleep(3600)
+            return super().__getitem__(index)
+
+    def program(run: forge.Run) -> None:
+        net = Net(run)
+        for batch in run.batches(
+            Stuck(), global_batch_size=8, until=forge.Steps(4000), num_workers=1
+        ):
+            if run.step_number == 9:
+                (tmp_path / "now").touch()
+            run.train_step(batch, net.loss)
+
+    run = new_run(tmp_path, watchdog=WATCHDOG)
+    with launched(run, 2, program) as launch:
+        seen = stalled(launch)
+    assert seen.late_ranks == (1,)
+    assert "in __getitem__" in stacks_of(launch, 1)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_the_file_system_blocks_is_a_matter_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def program(run: forge.Run) -> None:
+        if run.rank == 1:
+            reader, _ = os.pipe()
+
+            def blocked(self: Any, size: int) -> None:
+                if run.step_number >= 20:
+                    os.read(reader, 1)
+                before(self, size)
+
+            before: Callable[[Any, int], None] = shardfile._File.finish
+            monkeypatch.setattr(shardfile._File, "finish", blocked)
+        train(run)
+
+    checkpoint = {"every_steps": 10, "background": background}
+    run = new_run(tmp_path, watchdog=WATCHDOG, checkpoint=checkpoint)
+    with launched(run, 2, program) as launch:
+        seen = stalled(launch)
+    assert seen.late_ranks == (1,)
+    assert incident(launch).cause is Cause.STORAGE
+    assert "blocked (test_hangs.py:" in text_of(launch)
