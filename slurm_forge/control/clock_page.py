@@ -89,7 +89,7 @@ class ProgressClock:
         self._position = Position(0)
         self._phase, self._name = "start", b"start"
         self._kind, self._kind_name = "start", b"start"
-        self._special, self._until = "first ", 0
+        self._special, self._left = "first ", _FIRST_STEPS
         self._seen: dict[str, int] = {}
         self._kinds: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._at = clock()
@@ -110,7 +110,7 @@ class ProgressClock:
         self._end_stretch()
         if phase not in _ORDINARY:
             self._special = "first " if phase in ("start", "load") else "next "
-            self._until = self._begun + _FIRST_STEPS
+            self._left = _FIRST_STEPS
         self._phase, self._name = phase, phase.encode(errors="replace")[:_TEXT]
         self._rename()
         self._write()
@@ -119,7 +119,10 @@ class ProgressClock:
         """Begin the ``step``th step."""
         self._begun = step
         self._move()
-        if self._special and step > self._until:
+        if not self._special:
+            return
+        self._left -= 1
+        if self._left < 0:
             self._special = ""
             self._rename()
             self._write()
@@ -127,7 +130,7 @@ class ProgressClock:
     def rewound(self, position: Position) -> None:
         """Go on from ``position``, in a later turn."""
         self._position, self._begun = position, position.step
-        self._special, self._until = "first ", position.step + _FIRST_STEPS
+        self._special, self._left = "first ", _FIRST_STEPS
         self._end_stretch()
         self._rename()
         self._write()

@@ -57,6 +57,7 @@ class Conductor:
         stop_file: Path,
         save_file: Path,
         launched: Launched | None,
+        only_warns: Callable[[LaunchFacts], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
@@ -67,6 +68,7 @@ class Conductor:
         self._stop_file = stop_file
         self._save_file = save_file
         self._launched = launched
+        self._only_warns = only_warns
         self._clock = clock
         self._now = now
         self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -105,6 +107,9 @@ class Conductor:
             self._look()
         self._last_query()
         self._seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
+        return self._facts()
+
+    def _facts(self) -> LaunchFacts:
         return self._seen.facts(
             self._hub.members(),
             now=self._now(),
@@ -272,8 +277,13 @@ class Conductor:
         told = self._watchdog.look(now, seen.said_goodbye)
         if told is not None:
             self._note(told)
-        if self._watchdog.stalled is not None:
-            seen.stalled = self._watchdog.stalled
+        if self._watchdog.stalled is None:
+            return
+        seen.stalled = self._watchdog.stalled
+        if self._only_warns(self._facts()):
+            seen.stalled = None
+            self._watchdog.forgive()
+        else:
             self._end()
 
     def _undisturbed(self) -> bool:

@@ -266,6 +266,7 @@ class _Supervisor:
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
                 launched=step,
+                only_warns=attempt.only_warns,
             )
             self._current.conductor = conductor
             for name in self._current.early or ():

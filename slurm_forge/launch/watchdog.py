@@ -92,6 +92,12 @@ class Watchdog:
                 how=message.how,
             )
 
+    def forgive(self) -> None:
+        """The policy only warns of it: not before they have been there for twice as long again."""
+        if self.stalled is not None:
+            self._not_before = ("warned of", 2 * self.stalled.since)
+            self.stalled = None
+
     def saved(self, seconds: float) -> None:
         """A checkpoint took so long to be durable: a rank may wait for that, too."""
         self._stretches.note("save", seconds)

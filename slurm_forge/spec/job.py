@@ -266,7 +266,7 @@ class JobSpec(Section):
     )
     watchdog: WatchdogSpec = Field(
         default_factory=WatchdogSpec,
-        description="When a rank that gets no further counts as hung.",
+        description="From when on a rank that gets no further counts as hung.",
     )
     environment: EnvironmentSpec = Field(
         default_factory=EnvironmentSpec,

@@ -14,6 +14,8 @@ __all__ = ["WatchdogSpec"]
 
 
 class WatchdogSpec(Section):
+    """The limits of the hang watchdog, which are learned in between these bounds."""
+
     """When a rank that gets no further counts as hung."""
 
     known_as: ClassVar[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""Ranks that get no further on a real Slurm: found, started again; a suspended job is left alone."""
+"""Ranks that get no further on a real Slurm are found; a suspended job is left alone."""
 
 from __future__ import annotations
 
