@@ -25,6 +25,8 @@ _BUSY = 0.5
 _SHOWN = 8
 #: Some Python thread runs every second, unless something keeps all of them from it.
 _MUTE = timedelta(seconds=2.5)
+#: And where its stack changes, too: a loop that sleeps and looks needs less.
+_AT_WORK = 0.1
 #: Compiling may take this much longer than anything else that nobody has seen before.
 _COMPILING = 3
 
@@ -129,11 +131,12 @@ def judge(
     """Weigh two looks at every rank.
 
     Frozen ranks are late; else those that are not waiting for others while others are; else, where
-    all wait together, nobody.  A rank that compiles, or computes, has until ``at_most``.
+    all wait together, nobody.  A rank that compiles, or computes, has until ``at_most``,
+    or twice its limit.
     """
     late = _late(found, views, second)
     judged = late or found.over
-    patience = stretches.rules.at_most
+    patience = max(stretches.rules.at_most, 2 * found.limit)
     compiling = [r for r in found.over if _where(first, r).compiling or _where(second, r).compiling]
     if compiling and found.since < _COMPILING * patience:
         return Excused(
@@ -191,10 +194,11 @@ def _busy(
         return False
     before, after = first[rank], second[rank]
     between = max(0.1, after.at - before.at)
-    if (after.cpu_s - before.cpu_s) / between < _BUSY:
-        return False
+    share, changed = (after.cpu_s - before.cpu_s) / between, before.text != after.text
+    if share < _BUSY:
+        return changed and share >= _AT_WORK  # others may be in its way
     awaited = len(views) == 1 or any(_where(second, each).together for each in second)
-    return before.text != after.text or (awaited and not _where(second, rank).together)
+    return changed or (awaited and not _where(second, rank).together)
 
 
 def _cause(

@@ -126,7 +126,8 @@ class StackTaker:
         return done.stdout[:_LARGEST].decode(errors="replace") if done.returncode == 0 else ""
 
     def _dumped(self, pid: int, thread: int) -> str:
-        if self._dump is None or not catches(pid, STACK_SIGNAL):
+        runs_handlers = read_process(pid).state not in _STOPPED
+        if self._dump is None or not runs_handlers or not catches(pid, STACK_SIGNAL):
             return ""
         try:
             os.ftruncate(self._dump, 0)

@@ -35,6 +35,7 @@ __all__ = ["Subject", "Witness", "main"]
 _TICK_S = 1.0
 #: A tick that comes this much late: the witness was stopped too, with the whole job as a rule.
 _GAP_S = 1.5
+_COLD = frozenset({"start", "load"})
 _CONNECT_WITHIN_S = 10.0
 _SEND_WITHIN_S = 5.0
 
@@ -236,9 +237,12 @@ class Witness:
         after, subject = self._subject.alone_after, self._subject
         if after is None or state in ("t", "Z") or self._mute(now) < after:
             return
+        moved = self._reader.moved()
+        # Libraries are loaded with the lock held, and may come from a slow file system.
+        if moved is not None and moved.kind in _COLD and self._mute(now) < 3 * after:
+            return
         taken = self._taker.take()
         file = self._write(taken.whole, subject.attempt, subject.launch)
-        moved = self._reader.moved()
         text = (
             f"no Python thread of it ran for {self._mute(now):.0f} s (state {taken.facts.state}): "
             f"stopped, or C code holds the interpreter's lock; ended by its witness ({file})"

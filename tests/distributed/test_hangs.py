@@ -17,6 +17,7 @@ import slurm_forge as forge
 from slurm_forge.checkpoint import shardfile
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import StallSeen
+from slurm_forge.launch import watchdog as watchdog_module
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Incident
@@ -25,9 +26,14 @@ from tests.distributed.launches import Launch, launched, new_run
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
 
 #: A second where thirty are shipped: the limits that follow from it are as much shorter.
-WATCHDOG = {"at_least": "1s", "at_most": "4s"}
+WATCHDOG = {"at_least": "1s", "at_most": "10s"}
 #: Noticed within the limit, two looks at the stacks and what a busy machine adds.
 NOTICED_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _looks_soon_after_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module, "_BETWEEN_S", 0.6)
 
 
 class Points(torch.utils.data.Dataset):
@@ -100,6 +106,7 @@ def test_a_stopped_rank_is_named_and_the_launch_is_ended(tmp_path: Path) -> None
     assert launch.decision is not None and launch.decision.action is Action.RELAUNCH
 
 
+@pytest.mark.slow
 def test_a_deadlock_in_python_is_found_with_its_line(tmp_path: Path) -> None:
     run = new_run(tmp_path, watchdog=WATCHDOG, inject=["lock@9:rank1"])
     with launched(run, 2, train) as launch:
@@ -136,6 +143,7 @@ def test_all_inside_a_collective_names_nobody(tmp_path: Path) -> None:
     assert "all ranks inside all_reduce and backward" in text_of(launch)
 
 
+@pytest.mark.slow
 def test_stopped_loader_workers_are_told_as_the_data_loader(tmp_path: Path) -> None:
     run = new_run(tmp_path, watchdog=WATCHDOG, inject=["data@9:rank1"])
     with launched(run, 2, lambda run: train(run, workers=1)) as launch:
@@ -169,7 +177,7 @@ def test_a_sample_that_never_comes_shows_the_datasets_own_line(tmp_path: Path) -
     assert "in __getitem__" in stacks_of(launch, 1)
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_save_that_the_file_system_blocks_is_a_matter_of_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:

@@ -204,7 +204,12 @@ def test_a_rank_that_computes_is_given_time(changed: bool) -> None:
 
 
 def test_a_rank_that_only_waits_is_not() -> None:
-    assert isinstance(judged([at(0, 40), at(1, 40)], *pair(0.1, True)), Stall)
+    assert isinstance(judged([at(0, 40), at(1, 40)], *pair(0.02, True)), Stall)
+    assert isinstance(judged([at(0, 40), at(1, 40)], *pair(0.2, False)), Stall)
+
+
+def test_on_a_crowded_node_a_little_will_do() -> None:
+    assert isinstance(judged([at(0, 40), at(1, 40)], *pair(0.2, True)), Excused)
 
 
 def test_waiting_for_a_device_computes_too_but_its_stack_stays() -> None:
