@@ -26,6 +26,7 @@ from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.recovery.stack_text import essence
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
+from slurm_forge.training.flight_recorder import dump_into, forget
 from slurm_forge.training.process_facts import read_process
 from slurm_forge.training.stacks import StackTaker
 from slurm_forge.vocabulary.cause import Cause
@@ -62,6 +63,8 @@ class Subject:
     attempt: int
     launch: int
     alone_after: float | None = None
+    #: The folder of NCCL's flight recorder, if there is one.
+    recorder: str = ""
 
 
 class Witness:
@@ -222,6 +225,8 @@ class Witness:
             for folder in (run.attempt(attempt), path.parent.parent, path.parent):
                 make_private_directory(folder)
             write_atomic(path, (head + text).encode(errors="replace"))
+            if self._subject.recorder:
+                dump_into(self._subject.recorder, rank, path.with_name(f"nccl-{rank:05d}"))
         except (OSError, ForgeError) as error:
             sys.stderr.write(f"slurm_forge: stacks of rank {rank} can't be kept: {error}\n")
             return ""
@@ -277,7 +282,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     words = list(sys.argv[1:] if argv is None else argv)
-    run, pid, page, dump, pidfd, rank, world, host, attempt, launch, alone, channel = words
+    run, pid, page, dump, pidfd, rank, world, host, attempt, launch, recorder, *words = words
+    alone, channel = words
     hosts, port = parse_addresses(channel)
     nonce = sys.stdin.readline().strip()  # what stands in an argument list, everybody can read
     subject = Subject(
@@ -295,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         attempt=int(attempt),
         launch=int(launch),
         alone_after=float(alone) or None,
+        recorder=recorder,
     )
     witness = Witness(subject)
     with selectors.DefaultSelector() as selector:
@@ -309,6 +316,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     selector.register(descriptor, selectors.EVENT_READ)
             for key, _ in selector.select(timeout=witness.tick()):
                 witness.ready(key.fd)
+    if recorder:
+        forget(recorder)
 
 
 def _descriptor(text: str) -> int | None:

@@ -18,6 +18,8 @@ from datetime import timedelta
 
 from slurm_forge.control.clock_page import ProgressClock, new_page
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.training.flight_recorder import prepare
 from slurm_forge.training.stacks import dump_on_signal, no_more_dumps
 
 __all__ = ["Witnessed", "begin_to_be_witnessed"]
@@ -30,6 +32,8 @@ class Witnessed:
     progress: ProgressClock
     page: int
     dump: int | None
+    #: Where NCCL's flight recorder writes, or nothing.
+    recorder: str = ""
     _process: subprocess.Popen[bytes] | None = None
 
     def start(
@@ -59,6 +63,7 @@ class Witnessed:
             host,
             str(attempt),
             str(launch),
+            self.recorder,
             str(0.0 if alone_after is None else alone_after.total_seconds()),
             channel,
         ]
@@ -90,7 +95,10 @@ class Witnessed:
 
 
 def begin_to_be_witnessed() -> Witnessed | None:
-    """Make what can be shared; None where this system has no such memory."""
+    """Make what can be shared; None where this system has no such memory.
+
+    Before torch is imported: it reads some variables of the process then.
+    """
     try:
         page = new_page()
     except (OSError, AttributeError):
@@ -98,7 +106,9 @@ def begin_to_be_witnessed() -> Witnessed | None:
     dump = None
     with contextlib.suppress(OSError, AttributeError, RuntimeError, ValueError):
         dump = dump_on_signal()
-    return Witnessed(ProgressClock(page), page, dump)
+    recorder, variables = prepare(process_environ())
+    os.environ.update(variables)
+    return Witnessed(ProgressClock(page), page, dump, recorder)
 
 
 def _pidfd() -> int | None:
