@@ -25,6 +25,7 @@ NOTABLE_S = 0.25
 _SIZE = mmap.PAGESIZE
 _TEXT = 24
 _MOVED = struct.Struct("@qqqqqqd24s24sq")
+_PACK = _MOVED.pack_into
 _ALIVE_AT = 128
 _ALIVE = struct.Struct("@dq")
 _COUNT_AT = 192
@@ -86,52 +87,53 @@ class ProgressClock:
         self._page = mmap.mmap(descriptor, _SIZE)
         self._clock = clock
         self._number = self._stretches = self._begun = 0
-        self._position = Position(0)
+        self._position: tuple[int, int, int, int] = Position(0)
         self._phase, self._name = "start", b"start"
-        self._kind, self._kind_name = "start", b"start"
         self._special, self._left = "first ", _FIRST_STEPS
         self._seen: dict[str, int] = {}
         self._kinds: dict[tuple[str, str], tuple[str, bytes]] = {}
+        self._kind, self._kind_name, self._unknown = "start", b"start", True
+        self._waits = False
         self._at = clock()
         self._write()
 
     def advance(self, position: Position) -> None:
         """Come to ``position``.  Looking around while waiting for data is no progress."""
-        if self._phase == "data" and 0 < position.poll < LAST:
+        if self._waits and 0 < position[2] < LAST:
             return
         self._position = position
-        self._move()
+        self._look_back()
+        self._write()
 
     def enter(self, phase: str) -> None:
         """Do something else from now on."""
         if phase == self._phase:
             return
         # What lies behind is measured as what it was; what comes is of another kind.
-        self._end_stretch()
+        self._look_back()
         if phase not in _ORDINARY:
             self._special = "first " if phase in ("start", "load") else "next "
             self._left = _FIRST_STEPS
-        self._phase, self._name = phase, phase.encode(errors="replace")[:_TEXT]
+        self._phase, self._waits = phase, phase == "data"
         self._rename()
         self._write()
 
     def begin(self, step: int) -> None:
         """Begin the ``step``th step."""
         self._begun = step
-        self._move()
-        if not self._special:
-            return
-        self._left -= 1
-        if self._left < 0:
-            self._special = ""
-            self._rename()
-            self._write()
+        self._look_back()
+        if self._special:
+            self._left -= 1
+            if self._left < 0:
+                self._special = ""
+                self._rename()
+        self._write()
 
     def rewound(self, position: Position) -> None:
         """Go on from ``position``, in a later turn."""
         self._position, self._begun = position, position.step
         self._special, self._left = "first ", _FIRST_STEPS
-        self._end_stretch()
+        self._look_back()
         self._rename()
         self._write()
 
@@ -145,40 +147,29 @@ class ProgressClock:
             text = self._special + self._phase if self._phase in ("train", "data") else self._phase
             self._kinds[key] = text, text.encode(errors="replace")[:_TEXT]
         self._kind, self._kind_name = self._kinds[key]
+        self._name = self._phase.encode(errors="replace")[:_TEXT]
+        self._unknown = self._seen.get(self._kind, 0) < _FIRST_ONES
 
-    def _move(self) -> None:
-        self._end_stretch()
-        self._write()
-
-    def _end_stretch(self) -> None:
+    def _look_back(self) -> None:
+        """A stretch is over: tell it, if it is long, or among the first of its kind."""
         now = self._clock()
         lasted, self._at = now - self._at, now
-        seen = self._seen.get(self._kind, 0)
-        if lasted < NOTABLE_S and seen >= _FIRST_ONES:
+        if lasted < NOTABLE_S and not self._unknown:
             return
-        self._seen[self._kind] = seen + 1
+        seen = self._seen[self._kind] = self._seen.get(self._kind, 0) + 1
+        self._unknown = seen < _FIRST_ONES
         place = _RING_AT + self._stretches % _ENTRIES * _ENTRY.size
         _ENTRY.pack_into(self._page, place, lasted, self._kind_name)
         self._stretches += 1
         _COUNT.pack_into(self._page, _COUNT_AT, self._stretches)
 
     def _write(self) -> None:
-        self._number += 1
-        turn_of = self._position
-        _MOVED.pack_into(
-            self._page,
-            0,
-            self._number,
-            turn_of.turn,
-            turn_of.step,
-            self._begun,
-            turn_of.phase,
-            turn_of.poll,
-            self._at,
-            self._name,
-            self._kind_name,
-            self._number,
-        )
+        self._number = number = self._number + 1
+        step, phase, poll, turn = self._position
+        _PACK(
+            self._page, 0, number, turn, step, self._begun, phase, poll, self._at,
+            self._name, self._kind_name, number,
+        )  # fmt: skip
 
 
 class ClockReader:

@@ -12,8 +12,8 @@ from datetime import timedelta
 from slurm_forge.control import Hub, MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import WitnessView
+from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
-from slurm_forge.recovery.stack_text import where
 from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
 from slurm_forge.recovery.stretches import Rules, Stretches
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.recovery.stack_text import Where
+from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.stretches import Stretches
 from slurm_forge.vocabulary.cause import Cause, Evidence
 

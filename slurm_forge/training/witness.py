@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.clock_page import ClockReader
+from slurm_forge.control.stack_text import essence
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory, write_atomic
-from slurm_forge.recovery.stack_text import essence
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
 from slurm_forge.training.flight_recorder import dump_into, forget
@@ -203,28 +204,33 @@ class Witness:
 
     def _take(self, number: int, attempt: int, launch: int) -> None:
         taken = self._taker.take()
-        self._ticked = self._clock()  # what that took is no pause
-        file = self._write(taken.whole, attempt, launch)
+        # Said before it is kept: a file system that does not answer may be what it is about.
         self._send(
             p.Stacks(
                 id=number,
                 how=taken.how,
                 state=taken.facts.state,
                 cpu_s=taken.facts.cpu_s,
-                file=file,
+                file=str(self._file(attempt, launch).relative_to(self._subject.run.path)),
                 text=essence(taken.stacks),
             )
         )
+        self._write(taken.whole, attempt, launch)
+        self._ticked = self._clock()  # what that took is no pause
+
+    def _file(self, attempt: int, launch: int) -> Path:
+        return self._subject.run.stacks(attempt, launch) / f"rank-{self._subject.rank:05d}.txt"
 
     def _write(self, text: str, attempt: int, launch: int) -> str:
         """Keep the stacks with the attempt; where, relative to the run, or nothing."""
         run, rank = self._subject.run, self._subject.rank
-        path = run.stacks(attempt, launch) / f"rank-{rank:05d}.txt"
+        path = self._file(attempt, launch)
         head = f"rank {rank} on {self._subject.host}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n"
         try:
-            for folder in (run.attempt(attempt), path.parent.parent, path.parent):
-                make_private_directory(folder)
-            write_atomic(path, (head + text).encode(errors="replace"))
+            if not path.parent.is_dir():
+                for folder in (run.attempt(attempt), path.parent.parent, path.parent):
+                    make_private_directory(folder)
+            write_atomic(path, (head + text).encode(errors="replace"), durable=False)
             if self._subject.recorder:
                 dump_into(self._subject.recorder, rank, path.with_name(f"nccl-{rank:05d}"))
         except (OSError, ForgeError) as error:

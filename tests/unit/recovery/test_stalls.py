@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.stack_text import Where
+from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.stalls import (
     Excused,
     Look,

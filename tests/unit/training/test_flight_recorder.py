@@ -16,7 +16,7 @@ def test_variables_and_folder_only_where_there_is_a_device_and_nothing_was_said(
     assert prepare({}, device=device) == ("", {})
     device.touch()
     folder, variables = prepare({"TORCH_FR_BUFFER_SIZE": "9"}, device=device)
-    assert os.stat(folder).st_mode & 0o077 == 0
+    assert Path(folder).stat().st_mode & 0o077 == 0
     assert variables["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == f"{folder}/pipe-"
     assert "TORCH_FR_BUFFER_SIZE" not in variables, "the user's own is left alone"
     forget(folder)

@@ -5,7 +5,7 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.stack_text import essence, threads, where
+from slurm_forge.control.stack_text import essence, threads, where
 
 SITE = "/env/lib/python3.11/site-packages"
 HEAD = "Thread 0x00007f1 (most recent call first)"
