@@ -71,7 +71,8 @@ def threads(text: str) -> tuple[tuple[Frame, ...], ...]:
             if frame is not None:
                 found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
             elif (spied := _SPY_FRAME.match(line)) is not None:
-                found[-1][1].append(Frame(spied[2], int(spied[3] or 0), spied[1]))
+                name = spied[1].rpartition(".")[2]  # newer ones say the class, too
+                found[-1][1].append(Frame(spied[2], int(spied[3] or 0), name))
     found.sort(key=lambda each: each[0] == "MainThread")  # stable: the others as they came
     return tuple(tuple(frames) for _, frames in found if frames)
 

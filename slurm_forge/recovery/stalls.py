@@ -249,9 +249,9 @@ def _state(view: RankView, look: Look | None) -> str:
     """What is known of one rank, in a line."""
     if view.silent:
         return "its node or all of its processes are silent"
-    if view.state in FROZEN:
-        return _FROZEN_WORDS[view.state]
     where = Where() if look is None or look.where is None else look.where
+    if view.state in FROZEN:
+        return _FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
     held = ""
     if view.mute > max(_MUTE, view.since / 2):
         held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "

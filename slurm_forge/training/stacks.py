@@ -94,7 +94,7 @@ class StackTaker:
         facts = read_process(self._pid)
         how, stacks = "nothing", ""
         if self._py_spy is not None and facts.state not in ("", "Z", "X"):
-            how, stacks = "py-spy", self._spied(self._pid)
+            how, stacks = "py-spy", self._spied(self._pid, stopped=facts.state in _STOPPED)
         if not stacks and facts.state not in _STOPPED:
             how, stacks = "faulthandler", self._dumped(self._pid, self._thread())
         if not stacks:
@@ -112,10 +112,12 @@ class StackTaker:
         whole = "\n\n".join(part for part in parts if part) + "\n"
         return Taken(whole, stacks, how, facts)
 
-    def _spied(self, pid: int) -> str:
+    def _spied(self, pid: int, *, stopped: bool = False) -> str:
+        # It would wait for a stopped process to stop once more.
+        reading = ("--nonblocking",) if stopped else ()
         try:
             done = subprocess.run(
-                [self._py_spy or "py-spy", "dump", "--pid", str(pid)],
+                [self._py_spy or "py-spy", "dump", *reading, "--pid", str(pid)],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_PY_SPY_WITHIN_S,

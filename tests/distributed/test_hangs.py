@@ -201,3 +201,47 @@ def test_a_save_that_the_file_system_blocks_is_a_matter_of_storage(
     assert seen.late_ranks == (1,)
     assert incident(launch).cause is Cause.STORAGE
     assert "blocked (test_hangs.py:" in text_of(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_long_run_with_everything_that_only_looks_like_a_hang(tmp_path: Path) -> None:
+    """Limits of one second (saves and phases: four), and not one false alarm."""
+    gates = [tmp_path / name for name in ("groups", "workers")]
+
+    def program(run: forge.Run) -> None:
+        net = Net(run)
+        for batch in run.batches(Points(), global_batch_size=8, until=forge.Steps(500)):
+            step = run.step_number
+            if run.due("eval", every=50):
+                with run.phase("eval"):  # the first is never seen before, and none says poll
+                    time.sleep(3.0 if run.rank == 0 else 0.5)
+            if step == 120 and run.rank == 0:
+                with run.phase("report"):  # on one rank only: the others wait for it
+                    time.sleep(9.0)
+            if step == 170:
+                until = time.monotonic() + 5.0
+                while time.monotonic() < until:  # a new shape is compiled, say
+                    sum(index * index for index in range(5000))
+            time.sleep(min(0.8, 0.002 * 1.012**step))  # steps get slower, four hundred times
+            for gate, at in zip(gates, (200, 300), strict=True):
+                if step == at:
+                    gate.touch()
+            run.train_step(batch, net.loss)
+
+    checkpoint = {"every_steps": 25}
+    run = new_run(tmp_path, watchdog=WATCHDOG, checkpoint=checkpoint)
+    stopped = 0
+    with launched(run, 2, program) as launch:
+        for gate, everything in ((gates[0], True), (gates[1], False)):
+            launch.until(gate.exists, gate.name, 120)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for rank in (0, 1):
+                    launch.kill(rank, number, everything=everything)
+                if number == signal.SIGSTOP:
+                    time.sleep(12)  # far beyond every limit, and beyond what counts as silent
+                    stopped += 1
+        launch.conducting.join(240)
+    assert stopped == 2
+    assert stalls(run) == []
+    assert [told.step for told in launch.told] == [500, 500]
