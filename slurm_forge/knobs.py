@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["Knobs", "LocalRanks"]
+__all__ = ["Knobs", "LocalRanks", "flight_recorder_variables"]
 
 _CHANNEL = "SLURM_FORGE_CHANNEL"
 _NONCE = "SLURM_FORGE_NONCE"
@@ -115,6 +115,27 @@ class LocalRanks:
                 job="torchrun-" + environ.get("TORCHELASTIC_RUN_ID", "none"),
             )
         return cls(rank=0, local_rank=0, world_size=1, job="process")
+
+
+#: torch's own: where its flight recorder writes, and the pipe that makes it do so.
+_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_RECORDER_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def flight_recorder_variables(folder: str, given: Mapping[str, str]) -> dict[str, str]:
+    """What makes NCCL's flight recorder write into ``folder`` on demand; nothing of what is given.
+
+    None at all where the user has said where it writes.
+    """
+    if _RECORDER_PIPE in given or any(name in given for name in _RECORDER_FILES):
+        return {}
+    wanted = {
+        _RECORDER_PIPE: f"{folder}/pipe-",
+        **dict.fromkeys(_RECORDER_FILES, f"{folder}/trace-"),
+        **dict.fromkeys(_RECORDER_SIZES, "2000"),
+    }
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -64,6 +64,7 @@ class Attempt:
     launch: int = 0
     #: What was decided about the attempt before, where that keeps this one from training.
     verdict: Decision | None = None
+    _warnings: int = 0
 
     @property
     def fence(self) -> Fence:
@@ -152,6 +153,23 @@ class Attempt:
                 f"slurm-forge requeue {self.run.name}",
             ) from full
         return decision
+
+    def only_warns(self, facts: LaunchFacts) -> bool:
+        """Whether the ladder has nothing but a warning for it: then that is written down.
+
+        For what the launch goes on with all the same, as it may with a standstill.
+        """
+        self._warnings += 1
+        incident = classify(facts, f"{self.claim.attempt}.{self.launch}.warning{self._warnings}")
+        policy = self.file.job.recovery
+        if all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
+            return False
+        decision = decide(policy, self.state(), incident, in_process=True)
+        if decision.action is not Action.WARN:
+            return False
+        return not self._cannot_write(
+            IncidentSeen(incident=incident), DecisionTaken(decision=decision)
+        )
 
     def _decided(self, facts: LaunchFacts) -> Decision | None:
         """What rank 0 has decided on and written down before it gave the launch up, if it has.

@@ -152,6 +152,7 @@ class Embedded:
             stop_file=run.stop_file,
             save_file=run.save_file,
             launched=None,
+            only_warns=self._attempt.only_warns,
         )
         if self._lifeline is not None:
             self._lifeline.await_cut(conductor.stop)

@@ -23,7 +23,7 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["gathered", "tail_of"]
+__all__ = ["gathered", "left_behind", "tail_of"]
 
 _PATIENCE = timedelta(seconds=4)
 _TAIL = 1 << 16
@@ -113,23 +113,30 @@ def _of_launch(text: str, which: str) -> str:
     return said if named.strip() == which else ""
 
 
-def _with_last_words(
-    facts: LaunchFacts, run: RunDirectory, attempt: int, launch: int
-) -> LaunchFacts:
+def left_behind(run: RunDirectory, *, attempt: int, launch: int) -> tuple[RankFailure, ...]:
     """The words of ranks that could not say them over the channel any more."""
-    said = {failure.rank for failure in facts.failures}
     known = {cause.value for cause in Cause}
-    hosts = {lost.rank: lost.host for lost in facts.lost}
-    found = [
+    return tuple(
         RankFailure(
             rank=words.rank,
-            host=hosts.get(words.rank, words.host),
+            host=words.host,
             cause=Cause(words.cause) if words.cause in known else Cause.UNKNOWN,
             step=words.step,
             text=words.text,
             micro_batch=words.micro_batch or None,
         )
         for words in read_last_words(run, attempt, launch)
+    )
+
+
+def _with_last_words(
+    facts: LaunchFacts, run: RunDirectory, attempt: int, launch: int
+) -> LaunchFacts:
+    said = {failure.rank for failure in facts.failures}
+    hosts = {lost.rank: lost.host for lost in facts.lost}
+    found = [
+        replace(words, host=hosts.get(words.rank, words.host))
+        for words in left_behind(run, attempt=attempt, launch=launch)
         if words.rank not in said
     ]
     if not found:

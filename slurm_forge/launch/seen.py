@@ -17,6 +17,7 @@ from slurm_forge.recovery.launch_facts import (
     RankFailure,
     WorkerEnd,
 )
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -73,6 +74,8 @@ class Seen:
     aborted: bool = False
     #: The late ranks when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
+    #: The watchdog's verdict.
+    stalled: Stall | None = None
     #: Ranks that had not joined when they were waited for no longer.
     absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
@@ -102,13 +105,16 @@ class Seen:
             if rank in late.late_ranks
         )
 
-    def _mute(self, members: Mapping[int, MemberView], clock: float) -> Iterator[LostRank]:
+    def _mute(
+        self, members: Mapping[int, MemberView], heard: Mapping[int, float], clock: float
+    ) -> Iterator[LostRank]:
         """Ranks whose connection is there still, with nobody at the other end of it.
 
-        A node that loses power closes none.
+        A node that loses power closes none.  ``heard`` is when witnesses spoke last: that of a
+        frozen rank does.
         """
         for rank, member in sorted(members.items()):
-            silent = clock - member.heard > _MUTE_S
+            silent = clock - max(member.heard, heard.get(rank, 0.0)) > _MUTE_S
             if member.connected and silent and rank not in self.said_goodbye:
                 yield LostRank(rank, member.host)
 
@@ -134,8 +140,12 @@ class Seen:
         job_now: JobRecord | None,
         launched: Launched | None,
         clock: float | None = None,
+        witnesses: Mapping[int, float] | None = None,
     ) -> LaunchFacts:
-        """Everything that classification rests on, as one value.  ``clock`` is the hub's now."""
+        """Everything that classification rests on, as one value.
+
+        ``clock`` is the hub's now, ``witnesses`` when that of each rank was last heard on it.
+        """
         step = max((member.step for member in members.values()), default=None)
         if self.stopped is not None:
             step = self.stopped.step
@@ -161,8 +171,9 @@ class Seen:
             failures=tuple(self.failures),
             lost=tuple(self.lost),
             absent=self.absent,
-            mute=() if clock is None else tuple(self._mute(members, clock)),
+            mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
             beats=self.beats,
+            stalled=self.stalled,
             probe_failed=late is not None,
             late_ranks=() if late is None else late.late_ranks,
             late_hosts=() if late is None else late.late_hosts,

@@ -307,6 +307,7 @@ class _Supervisor:
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
                 launched=launched,
+                only_warns=attempt.only_warns,
             )
             self._current.conductor = conductor
             for name in self._current.early or ():

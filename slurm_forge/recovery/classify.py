@@ -58,6 +58,9 @@ def _where(
     if cause is Cause.NODE_FAIL and nodes:
         on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
         return (on_it[0] if on_it else None), nodes
+    stall = facts.stalled
+    if stall is not None and cause is stall.cause:
+        return (stall.late_ranks[0] if stall.late_ranks else None), stall.late_hosts
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
     if facts.probe_failed and cause is Cause.HANG:
@@ -72,6 +75,8 @@ def _where(
 
 
 def _step(facts: LaunchFacts) -> int | None:
+    if facts.stalled is not None:
+        return facts.stalled.step
     first = _first_failure(facts)
     return facts.step if first is None else first.step
 
@@ -123,6 +128,8 @@ def _judge(facts: LaunchFacts) -> Judged:
         without = node_lost(facts)
         if without is not None:
             return without
+    if facts.stalled is not None:  # what ranks say once they are ended follows from it
+        return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
     if first is not None:
         return _by_last_words(facts, first)
     if facts.probe_failed:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from slurm_forge.recovery.seats import Seats
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
@@ -105,6 +106,8 @@ class LaunchFacts:
     late_ranks: tuple[int, ...] = ()
     late_hosts: tuple[str, ...] = ()
     probe_failed: bool = False
+    #: The watchdog's verdict, if the launch stood still.
+    stalled: Stall | None = None
     #: Of the ranks that were late, when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
     exit_status: int | None = None

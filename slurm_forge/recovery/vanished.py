@@ -32,6 +32,7 @@ def vanished(facts: LaunchFacts) -> tuple[str, ...]:
     gone -= {each.rank for each in facts.failures}
     for end in task_ends(facts.launcher_text):
         gone -= set(end.tasks)
+    gone -= {end.rank for end in facts.ends}  # an agent was there to tell of it
     per_node = given.tasks_per_node
     silent = tuple(
         node

@@ -115,6 +115,10 @@ class RunDirectory:
         """What a rank wrote that failed and could not say so over the control channel."""
         return self.attempt(attempt) / f"last-words-l{launch}-r{rank}.json"
 
+    def stacks(self, attempt: int, launch: int) -> Path:
+        """The folder of the stacks that were taken when a launch stood still."""
+        return self.attempt(attempt) / "stacks" / str(launch)
+
     def rendezvous(self, key: str) -> Path:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
         return self.attempts / f"rendezvous-{key}.json"

@@ -36,6 +36,7 @@ from slurm_forge.spec.types import (
     Steps,
     check_printable,
 )
+from slurm_forge.spec.watchdog import WatchdogSpec
 from slurm_forge.store.retention import Rules
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
@@ -273,6 +274,10 @@ class JobSpec(Section):
     probe: ProbeSpec = Field(
         default_factory=ProbeSpec,
         description="Whether and how often all ranks are asked to answer.",
+    )
+    watchdog: WatchdogSpec = Field(
+        default_factory=WatchdogSpec,
+        description="From when on a rank that gets no further counts as hung.",
     )
     environment: EnvironmentSpec = Field(
         default_factory=EnvironmentSpec,

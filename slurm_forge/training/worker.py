@@ -37,6 +37,7 @@ from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.leaving import Leaving, show_crashes
 from slurm_forge.training.parking import ParkingPlace
 from slurm_forge.training.unwinding import LaunchOver, Unwinding, can_unwind
+from slurm_forge.training.witnessed import Witnessed, begin_to_be_witnessed
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
@@ -118,19 +119,36 @@ def run_rank(
     launch_started: float | None = None,
     survives_abort: bool = False,
     kept: Kept | None = None,
+    attempt: int | None = None,
 ) -> Result:
     """Train as one rank.  Returns for every outcome, last words included; the caller exits.
 
-    ``survives_abort`` is for the rank that hosts the conductor itself, ``kept`` for a process that
-    may be the rank of several launches.
+    ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``;
+    ``kept`` for a process that may be the rank of several launches.
     """
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
     mine = Kept() if kept is None else kept
     notices = mine.notices
+    witnessed: Witnessed | None = None
     try:
         file = read_run_file(directory.spec_file)
+        watchdog = file.job.watchdog
+        if watchdog.enabled:
+            witnessed = begin_to_be_witnessed()
+        if witnessed is not None:
+            witnessed.start(
+                directory,
+                rank=place.rank,
+                world_size=place.world_size,
+                host=place.host,
+                channel=channel,
+                nonce=nonce,
+                attempt=knobs.attempt if attempt is None else attempt,
+                launch=knobs.launch or 1,
+                alone_after=watchdog.at_most if survives_abort else None,
+            )
         hosts, port = parse_addresses(channel)
         leaving = Leaving(
             directory,
@@ -149,6 +167,7 @@ def run_rank(
             host=place.host,
             pid=os.getpid(),
             on_abort=_stay if survives_abort else unwinding or leaving,
+            progress=None if witnessed is None else witnessed.progress,
         )
     except Exception as error:
         words = last_words_of(error, step=0, phase="start", micro_batch=0)
@@ -156,7 +175,11 @@ def run_rank(
         raise
     notices.say_through(member)
     rank = _Rank(directory, place, file, member, nonce, launch_started or begun, mine, unwinding)
-    result = rank.train()
+    try:
+        result = rank.train()
+    finally:
+        if witnessed is not None:
+            witnessed.end()
     if unwinding is None or not rank.may_go_on(result):
         return result
     notices.say_through(None)

@@ -115,6 +115,12 @@ IN_A_JOB = [
     ("recovery: {non_finite: [{do: rollback, times: 1, skip_samples: all}]}", 3, 'recovery.non_finite[0].skip_samples: unknown value "all" (known here: none, window)'),
     # probe
     ("probe: false", 3, 'probe: to switch the probe off, write "probe: {enabled: false}"'),
+    ("watchdog: false", 3, 'watchdog: to switch the watchdog off, write "watchdog: {enabled: false}"'),
+    ("watchdog: {timeout: 5m}", 3, 'watchdog.timeout: unknown key (did you mean "at_most"?)'),
+    ("watchdog: {at_least: 30}", 3, 'watchdog.at_least: 30 has no unit; write "30s" for seconds or "30m" for minutes'),
+    ("watchdog: {factor: 0.5}", 3, "watchdog: factor is 1 or more: else every ordinary step would be a hang"),
+    ("watchdog: {at_least: 20m}", 3, "watchdog: at_least is longer than at_most"),
+    ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are no values here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
     ("probe: {enabled: 1}", 3, "probe.enabled: expected true or false, got 1"),
 ]  # fmt: skip
