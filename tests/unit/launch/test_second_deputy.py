@@ -17,7 +17,7 @@ from slurm_forge.launch.deputy import bring_back
 from slurm_forge.run_directory import RunDirectory, claim_attempt, mark_launch
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
@@ -48,6 +48,9 @@ class Slurm:
 
     def update_job(self, job: str, update: JobUpdate) -> None:
         pass
+
+    def show_config(self) -> ConfigRecord:
+        raise SlurmUnreachableError(["scontrol"], 1, "busy")
 
 
 @pytest.fixture
