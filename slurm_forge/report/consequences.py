@@ -84,10 +84,15 @@ def saves(launch: s.LaunchStory) -> str:
     return f"{count}, the last at step {t.number(last.step)}, {t.span(mean)} each{doubt}"
 
 
+#: From what; a new interpreter goes without saying.
+_FROM = {"warm": ", warm", "in_process": ", in the same processes"}
+
+
 def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
     """How the run went on after a launch, as far as it is known."""
-    if any(later.number > launch.number for later in attempt.launches):
-        return "relaunched in the allocation"
+    later = [each for each in attempt.launches if each.number > launch.number]
+    if later:
+        return "relaunched in the allocation" + _FROM.get(later[0].start, "")
     for comeback in reversed(attempt.comebacks):
         if comeback.method == _UPDATE:
             continue

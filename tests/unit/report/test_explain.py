@@ -109,6 +109,21 @@ def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:
     assert story.goodput == pytest.approx(4006.4 / story.elapsed_s, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [("cold", ""), ("warm", ", warm"), ("in_process", ", in the same processes")],
+)
+def test_from_what_ranks_were_started_again(scribe: Scribe, start: str, words: str) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, text="exit status 139", step=50)
+    scribe.relaunch(start=start)
+    scribe.resume(0)
+    scribe.train(1, 10)
+    assert f"relaunched in the allocation{words} ·" in told(scribe.facts())
+
+
 def test_what_is_repeated_is_from_the_last_step_to_the_one_resumed_from(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
