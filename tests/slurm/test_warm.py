@@ -13,7 +13,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
 from tests.distributed.standing import below, children_of
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, submit
+from tests.slurm.harness import Watched, Way, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -44,13 +44,15 @@ def starts(watched: Watched) -> list[str]:
     return [event.start for _, event in watched.events(LaunchStarted)]
 
 
+@pytest.mark.parametrize("way", [Way.TEMPLATE, pytest.param(Way.FORGE, marks=pytest.mark.slow)])
 def test_warm_relaunch_after_sigkill(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict], way: Way
 ) -> None:
     watched = submit(
         slurm,
         tmp_path,
         name="warm",
+        way=way,
         partition="normal",
         nodes=2,
         args={"steps": STEPS, "pace": 0.2, "later_pace": 0.0, "workers": 1},
