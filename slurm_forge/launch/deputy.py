@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.ladder import Ladder
+from slurm_forge.launch.planned import left_out
 from slurm_forge.launch.second_deputy import batch_node_lost, lost_with_its_node
 from slurm_forge.launch.update import (
     arguments_for,
@@ -36,7 +38,7 @@ from slurm_forge.recovery.endings import supervisor_lost
 from slurm_forge.recovery.sooner import sooner
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
-from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
@@ -87,7 +89,7 @@ def bring_back(
     settled = mine is None or mine.ended is not None or state.incident(incident_id) is not None
     if run.is_done() or settled or claim is None or (lives or _lives)(claim):
         return "nothing to do"
-    record = _told(slurm, job, pause) if not second else None
+    record = _told(slurm, job, (lambda _: None) if second else pause)
     if not second and not _sure(claim, record):
         return "nothing to do: Slurm says that the job runs"
     newest = mine.launches[-1] if mine is not None and mine.launches else None
@@ -139,7 +141,7 @@ def bring_back(
                 return None if ahead is None else ahead.at_worst
             return None
 
-        outcome = _act(decision, ladder, spec, record, soon)
+        outcome = _act(decision, ladder, spec, record, slurm, soon)
         with contextlib.suppress(OSError):
             journal.write(AttemptEnded(outcome=outcome), durable=True)
         return f"{decision.reason}: {outcome}"
@@ -187,18 +189,24 @@ def _act(
     ladder: Ladder,
     job: JobSpec,
     record: JobRecord | None,
+    slurm: Slurm,
     soon: Callable[[], timedelta | None],
 ) -> str:
+    def update() -> JobUpdate | None:
+        """Asked for once the job is in the queue: a job without enough nodes never starts."""
+        nodes = left_out(decision, job, record, slurm)
+        plan = replace(decision.plan, exclude_nodes=nodes)
+        return update_for(replace(decision, plan=plan), job, record)
+
     outcome = decision.action.value
     if decision.action is Action.HOLD:
         outcome = ladder.hold(decision.reason).taken.value
     elif decision.action not in (Action.STOP, Action.RAISE):
-        update = update_for(decision, job, record)
         comeback = ladder.climb(
             decision.reason,
             update,
             wait=timedelta(seconds=decision.wait_s),
-            arguments=arguments_for(update, job),
+            arguments=lambda: arguments_for(update(), job),
             soon=soon,
         )
         outcome = comeback.taken.value

@@ -15,7 +15,7 @@ from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.decision import Decision
 
-__all__ = ["and_without", "planned", "without_nodes"]
+__all__ = ["and_without", "left_out", "planned", "without_nodes"]
 
 
 def planned(
@@ -36,7 +36,7 @@ def planned(
     if not decisions:
         return None
     last = replace(decisions[-1], plan=state.plan)
-    nodes = _left_out(last, job, record, slurm, also)
+    nodes = left_out(last, job, record, slurm, also)
     last = replace(last, plan=replace(last.plan, exclude_nodes=nodes))
     return update_for(replace(last, changes=()) if raised else last, job, record)
 
@@ -53,14 +53,17 @@ def and_without(update: JobUpdate | None, nodes: Sequence[str]) -> JobUpdate | N
     return replace(update, exclude_nodes=tuple(sorted({*update.exclude_nodes, *nodes})))
 
 
-def _left_out(
+def left_out(
     decision: Decision,
     job: JobSpec,
     record: JobRecord | None,
     slurm: Slurm,
-    also: Collection[str],
+    also: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Of the nodes that the plan leaves out, as many as the job can do without."""
+    """Of the nodes that the plan of a decision leaves out, as many as the job can do without.
+
+    ``also`` are left out beside them.  Asks Slurm where the plan leaves any out.
+    """
     plan = decision.plan
     if not plan.exclude_nodes:
         return ()

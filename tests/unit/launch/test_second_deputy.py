@@ -17,7 +17,7 @@ from slurm_forge.launch.deputy import bring_back
 from slurm_forge.run_directory import RunDirectory, claim_attempt, mark_launch
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import ConfigRecord, JobRecord, NodeRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord, NodeRecord, PartitionRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
@@ -52,7 +52,13 @@ class Slurm:
         return RequeueReply(RequeueOutcome.REQUEUED, "")
 
     def update_job(self, job: str, update: JobUpdate) -> None:
-        pass
+        self.excluded = update.exclude_nodes
+
+    excluded: tuple[str, ...] | None = None
+    partition: str = "n[1-9]"
+
+    def show_partitions(self) -> tuple[PartitionRecord, ...]:
+        return (PartitionRecord(name="p", nodes=self.partition, is_default=True),)
 
     def show_config(self) -> ConfigRecord:
         raise SlurmUnreachableError(["scontrol"], 1, "busy")
@@ -99,8 +105,16 @@ def test_it_requeues_once_slurm_goes_on_without_the_batch_node(
     slurm = Slurm([record("n[1-4]"), None, record("n[1-4]"), record("n[2-4]")])
     assert "requeued" in stand_in(run, slurm)
     assert slurm.requeued == ["42"]
+    assert slurm.excluded == ("n1",)
     (_, incident) = fold(read_journal(run)[0]).attempts[-1].incidents[-1]
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n1",))
+
+
+def test_a_job_that_needs_all_nodes_leaves_none_out(run: RunDirectory, attempt: Attempt) -> None:
+    """It would wait for ever (BadConstraints)."""
+    slurm = Slurm([record("n[2-4]")], partition="n[1-4]")
+    assert "requeued" in stand_in(run, slurm)
+    assert slurm.excluded is None
 
 
 def test_it_does_not_wait_until_slurm_gives_the_node_up(
