@@ -272,9 +272,11 @@ def node_lost(facts: LaunchFacts) -> Judged | None:
     if missing:
         text = f"NodeList={facts.job_now.nodelist if facts.job_now else ''}"
         return Cause.NODE_FAIL, Confidence.CERTAIN, (Evidence("scontrol", text), *told, *words)
-    if not told:
-        return Cause.NODE_FAIL, Confidence.GUESS, (no_word_from(facts, vanished(facts)), *words)
     by_job = any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now))
+    known = by_job or any(record.name == node and record.is_down for record in facts.nodes)
+    if not known:
+        without = no_word_from(facts, vanished(facts))
+        return Cause.NODE_FAIL, Confidence.GUESS, (without, *told, *words)
     given_up = any(record.name == node and "DOWN" in record.state for record in facts.nodes)
     sure = Confidence.CERTAIN if by_job or given_up else Confidence.LIKELY
     return Cause.NODE_FAIL, sure, (*told, *words)

@@ -105,7 +105,12 @@ def test_by_submitit_it_costs_no_more(
 def test_each_of_two_losses_costs_a_relaunch(slurm: SlurmCluster, tmp_path: Path) -> None:
     """On two ranks, so that four nodes have two spare ones."""
     reference = submit(
-        slurm, tmp_path / "alone", name="pair", partition="normal", nodes=2, args=BATCH
+        slurm,
+        tmp_path / "alone",
+        name="pair",
+        partition="normal",
+        nodes=2,
+        args={**BATCH, "steps": 120},
     )
     reference.wait_finished()
     slurm.wait_state(reference.job, ["COMPLETED"], 30)
@@ -116,12 +121,12 @@ def test_each_of_two_losses_costs_a_relaunch(slurm: SlurmCluster, tmp_path: Path
         nodes=2,
         spare_nodes=2,
         partition="normal",
-        args={**PACE, "later_pace": 0.1},
+        args={**PACE, "steps": 120, "later_pace": 0.1},
     )
     watched.wait_step(EVERY + 2)
     with lost(slurm, launches(watched)[0][1]):
         watched.wait(lambda s: len(s.attempts[0].launches) == 2, 60, "the first spare node")
-        watched.wait_step(2 * EVERY + 2)
+        watched.wait_step(2 * EVERY)
         with lost(slurm, launches(watched)[1][1]):
             state = watched.wait_finished()
     (attempt,) = state.attempts

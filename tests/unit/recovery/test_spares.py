@@ -81,6 +81,8 @@ def test_a_node_that_lost_power_closes_no_connection() -> None:
 def test_what_slurm_says_of_it_makes_it_sure() -> None:
     down = (NodeRecord(name="n4", state=("DOWN", "NOT_RESPONDING")),)
     assert classify(seen(nodes=down), "1.1").confidence is Confidence.CERTAIN
+    unaware = (NodeRecord(name="n4", state=("MIXED",)),)
+    assert classify(seen(nodes=unaware), "1.1").confidence is Confidence.GUESS
     silent = (NodeRecord(name="n4", state=("ALLOCATED", "NOT_RESPONDING")),)
     assert classify(seen(nodes=silent), "1.1").confidence is Confidence.LIKELY
 
