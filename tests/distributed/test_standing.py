@@ -231,3 +231,15 @@ def gone(pids: set[int], within_s: float = 40.0) -> None:
 
 def threads_of(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+@pytest.mark.slow
+def test_a_notice_while_the_agent_imports_is_not_lost(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "early", {})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.agents) == 2, "the agents")
+        os.kill(job.agents[0], signal.SIGTERM)
+        facts = job.ended()
+        assert facts.rank_signals == ("SIGTERM",)
+        assert not (run.path / "samples").exists(), "it trained all the same"
