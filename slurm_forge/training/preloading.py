@@ -29,6 +29,8 @@ _NEEDED = (
     "slurm_forge.training.boundary",
     "slurm_forge.training.skips",
     "slurm_forge.training.run",
+    # Imported by the first step of any optimizer of torch's: most of a second.
+    "torch._dynamo",
 )
 #: Read once, when the library is loaded.  OpenMP's and MKL's threads start with the first work.
 _LIMITS = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS")

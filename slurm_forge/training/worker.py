@@ -251,8 +251,8 @@ class _Rank:
         member: _Channel,
         nonce: str,
         launch_started: float,
-        kept: Kept,
-        unwinding: Unwinding | None,
+        kept: Kept | None = None,
+        unwinding: Unwinding | None = None,
     ) -> None:
         self._kept = kept
         self._unwinding = unwinding
@@ -380,9 +380,10 @@ class _Rank:
             )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
-        if self._kept.entry is None:
-            self._kept.entry = load_entry(spec.entry or "", self._file.folder)
-        self._entry = self._kept.entry
+        known = None if self._kept is None else self._kept.entry
+        self._entry = known or load_entry(spec.entry or "", self._file.folder)
+        if self._kept is not None:
+            self._kept.entry = self._entry
         self._run = Run(
             context,
             device=device,

@@ -14,7 +14,8 @@ import ctypes, os, sys
 from slurm_forge.training import preloading as p
 assert p.preload(dict(os.environ)) == "", "something could not be imported"
 assert p.why_not_forkable() == "", p.why_not_forkable()
-for name in ("torch.distributed.checkpoint", "torch.distributed.fsdp", "slurm_forge.training.run"):
+needed = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "slurm_forge.training.run")
+for name in (*needed, "torch._dynamo"):
     assert name in sys.modules, name
 pid = os.fork()
 if pid == 0:

@@ -68,7 +68,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[i
     return digest(run.path, random=True), consumed(run.path)
 
 
-@pytest.mark.parametrize("recovery", [{}, IN_PROCESS], ids=["warm", "in_process"])
+@pytest.mark.parametrize(
+    "recovery",
+    [
+        pytest.param({}, id="warm"),
+        pytest.param(IN_PROCESS, id="in_process", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
     tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], recovery: dict[str, Any]
 ) -> None:
@@ -168,9 +174,7 @@ def to_the_end_from(job: Job) -> list[Cause | None]:
     raise AssertionError(f"it does not come to an end: {told}")
 
 
-def test_a_signal_for_the_agent_alone_stops_all_ranks_together(
-    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]]
-) -> None:
+def test_a_signal_for_the_agent_alone_stops_all_ranks_together(tmp_path: Path) -> None:
     """What Slurm does where it tracks processes by control groups."""
     run = new_run(tmp_path, "signalled", {"pace": 0.1})
     with standing(run, 2, tmp_path) as job:
@@ -182,11 +186,6 @@ def test_a_signal_for_the_agent_alone_stops_all_ranks_together(
         assert facts.stopped_at is not None and facts.checkpoint is not None
         assert [end.exit_code for end in facts.ends] == [0, 0]
         assert all(Path(f"/proc/{agent}").exists() for agent in job.agents.values())
-        job.conclude(facts)
-        job.launch(Start.WARM)
-        assert job.conclude(job.ended()) is None
-    assert consumed(run.path) == uninterrupted[1]
-    assert digest(run.path, random=True) == uninterrupted[0]
 
 
 @pytest.mark.slow
@@ -231,3 +230,15 @@ def gone(pids: set[int], within_s: float = 40.0) -> None:
 
 def threads_of(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+@pytest.mark.slow
+def test_a_notice_while_the_agent_imports_is_not_lost(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "early", {})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.agents) == 2, "the agents")
+        os.kill(job.agents[0], signal.SIGTERM)
+        facts = job.ended()
+        assert facts.rank_signals == ("SIGTERM",)
+        assert not (run.path / "samples").exists(), "it trained all the same"
