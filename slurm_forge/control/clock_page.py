@@ -93,7 +93,7 @@ class ProgressClock:
         self._seen: dict[str, int] = {}
         self._kinds: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._kind, self._kind_name, self._unknown = "start", b"start", True
-        self._waits = False
+        self._waits = self._entering = False
         self._at = clock()
         self._write()
 
@@ -102,7 +102,11 @@ class ProgressClock:
         if self._waits and 0 < position[2] < LAST:
             return
         self._position = position
-        self._look_back()
+        if self._entering:
+            self._entering = False  # the way into a phase is no stretch of it
+            self._at = self._clock()
+        else:
+            self._look_back(counts=True)
         self._write()
 
     def enter(self, phase: str) -> None:
@@ -110,7 +114,10 @@ class ProgressClock:
         if phase == self._phase:
             return
         # What lies behind is measured as what it was; what comes is of another kind.
-        self._look_back()
+        # What is left behind the end of a phase, or of a step before its data, says nothing of it.
+        left_over = self._phase in ("train", "data") or self._position[2] == LAST
+        self._look_back(counts=not left_over)
+        self._entering = True
         if phase not in _ORDINARY:
             self._special = "first " if phase in ("start", "load") else "next "
             self._left = _FIRST_STEPS
@@ -121,7 +128,8 @@ class ProgressClock:
     def begin(self, step: int) -> None:
         """Begin the ``step``th step."""
         self._begun = step
-        self._look_back()
+        self._entering = False
+        self._look_back(counts=False)
         if self._special:
             self._left -= 1
             if self._left < 0:
@@ -133,7 +141,8 @@ class ProgressClock:
         """Go on from ``position``, in a later turn."""
         self._position, self._begun = position, position.step
         self._special, self._left = "first ", _FIRST_STEPS
-        self._look_back()
+        self._look_back(counts=False)
+        self._entering = False
         self._rename()
         self._write()
 
@@ -150,11 +159,11 @@ class ProgressClock:
         self._name = self._phase.encode(errors="replace")[:_TEXT]
         self._unknown = self._seen.get(self._kind, 0) < _FIRST_ONES
 
-    def _look_back(self) -> None:
-        """A stretch is over: tell it, if it is long, or among the first of its kind."""
+    def _look_back(self, *, counts: bool) -> None:
+        """A stretch is over: tell it, if it is long, or counts and is among the first."""
         now = self._clock()
         lasted, self._at = now - self._at, now
-        if lasted < NOTABLE_S and not self._unknown:
+        if lasted < NOTABLE_S and not (counts and self._unknown):
             return
         seen = self._seen[self._kind] = self._seen.get(self._kind, 0) + 1
         self._unknown = seen < _FIRST_ONES

@@ -23,8 +23,6 @@ FROZEN = frozenset("TDZX")
 #: Share of the time between two looks that a rank must have computed to count as busy.
 _BUSY = 0.5
 _SHOWN = 8
-#: Some Python thread runs every second, unless something keeps all of them from it.
-_MUTE = timedelta(seconds=2.5)
 #: And where its stack changes, too: a loop that sleeps and looks needs less.
 _AT_WORK = 0.1
 #: Compiling may take this much longer than anything else that nobody has seen before.
@@ -253,7 +251,7 @@ def _state(view: RankView, look: Look | None) -> str:
     if view.state in FROZEN:
         return _FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
     held = ""
-    if view.mute > max(_MUTE, view.since / 2):
+    if view.mute > view.since / 2:  # otherwise some Python thread runs every second
         held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "
         held += "holds the interpreter's lock"
     if not where.top:

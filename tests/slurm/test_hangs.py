@@ -54,6 +54,7 @@ def test_a_stopped_rank_is_found_and_the_run_finishes_as_if_nothing_had_been(
     assert decided - at < 10, "the frozen rank held up its own end"
 
 
+@pytest.mark.slow
 def test_a_suspended_job_is_no_hang(slurm: SlurmCluster, tmp_path: Path) -> None:
     watched = submitted(slurm, tmp_path, "suspended", 0.15)
     watched.wait_step(10)

@@ -103,6 +103,29 @@ def test_what_took_long_is_told_once_and_what_is_short_only_at_first(shared: Sha
     assert shared.reader.lasted() == []
 
 
+def test_the_ways_into_and_out_of_a_phase_are_no_stretches_of_it(shared: Shared) -> None:
+    """Else a phase would count as seen, and as short, before it was over for the first time."""
+    for number in range(2):
+        shared.clock.enter("report")
+        shared.clock.advance(Position(4, 1))
+        shared.reader.lasted()
+        shared.after(0.1).advance(Position(4, 1, LAST))
+        shared.clock.enter("train")
+        told = [each for each in shared.reader.lasted() if each.kind == "report"]
+        assert told == [Lasted("report", pytest.approx(0.1))], number
+
+
+def test_a_step_is_not_known_before_steps_were_done(shared: Shared) -> None:
+    for number in range(3):
+        step(shared, number, 0.1)
+    assert shared.kind() == "train"
+    assert not [each for each in shared.reader.lasted() if each.kind == "train"]
+    step(shared, 3)
+    assert [each.seconds for each in shared.reader.lasted() if each.kind == "train"] == [
+        pytest.approx(0.1)
+    ]
+
+
 def test_more_than_fit_leave_the_last_ones(shared: Shared) -> None:
     for number in range(500):
         shared.after(1.0 + number).advance(Position(number))
