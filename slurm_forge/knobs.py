@@ -19,6 +19,9 @@ _ATTEMPT = "SLURM_FORGE_ATTEMPT"
 _LAUNCH = "SLURM_FORGE_LAUNCH"
 _STARTED = "SLURM_FORGE_STARTED"
 _LIFELINE = "SLURM_FORGE_LIFELINE"
+_RUN = "SLURM_FORGE_RUN"
+_LATEST = "SLURM_FORGE_LATEST"
+_RESTARTS = "SLURM_FORGE_RESTARTS"
 _SITE = "SLURM_FORGE_SITE"
 _RUNS = "SLURM_FORGE_RUNS"
 _NODES = "SLURM_FORGE_NODES"
@@ -31,8 +34,10 @@ class Knobs:
     """What the supervisor tells its ranks, and what a user may set.
 
     ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
-    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``nodes`` is
-    the folder of the node ledger, or ``off``.
+    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is
+    the directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
+    program may resume from, ``restarts`` how often that was started before.  ``nodes`` is the
+    folder of the node ledger, or ``off``.
     """
 
     channel: str | None = None
@@ -41,6 +46,9 @@ class Knobs:
     launch: int = 0
     started: float | None = None
     lifeline: bool = False
+    run: str | None = None
+    latest: str | None = None
+    restarts: int | None = None
     site: str | None = None
     runs: str | None = None
     nodes: str | None = None
@@ -56,6 +64,9 @@ class Knobs:
             launch=_number(environ, _LAUNCH, 0),
             started=_seconds(environ, _STARTED),
             lifeline=_number(environ, _LIFELINE, 0) == 1,
+            run=environ.get(_RUN) or None,
+            latest=environ.get(_LATEST) or None,
+            restarts=_number(environ, _RESTARTS, 0) if environ.get(_RESTARTS) else None,
             site=environ.get(_SITE) or None,
             runs=environ.get(_RUNS) or None,
             nodes=environ.get(_NODES) or None,
@@ -71,6 +82,9 @@ class Knobs:
             _LAUNCH: str(self.launch),
             _STARTED: None if self.started is None else repr(self.started),
             _LIFELINE: "1" if self.lifeline else None,
+            _RUN: self.run,
+            _LATEST: self.latest,
+            _RESTARTS: None if self.restarts is None else str(self.restarts),
             _SITE: self.site,
             _RUNS: self.runs,
             _NODES: self.nodes,

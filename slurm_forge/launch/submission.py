@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import tempfile
@@ -10,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.documents import differences
-from slurm_forge.errors import (
-    ConfigError,
-)
+from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
-from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.script import leave_out, render
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
@@ -33,6 +32,7 @@ __all__ = [
     "keep_payload",
     "keep_successor",
     "note",
+    "note_asked",
     "payload",
     "refuse_other_job",
     "renew_run",
@@ -204,6 +204,31 @@ def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
     journal.launch = 1 << 30  # after everything of the newest attempt
     journal.write(event)
     journal.close()
+
+
+def note_asked(run: RunDirectory, job: str, restart_count: int, slurm: Slurm | None) -> None:
+    """Where a person has just handed in a job for a run that rests: that they want it to go on.
+
+    Not where the job was in the queue before the run came to rest: it is one of a chain, perhaps.
+    Without Slurm somebody has typed the command.
+    """
+    if slurm is None:
+        note(run, UserAsked(verb="run", user=person()))
+        note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
+        return
+    state = run_state(run)
+    known = {state.job, *(attempt.job for attempt in state.attempts)}
+    if restart_count or job in known:
+        return
+    if state.attempts:
+        with contextlib.suppress(ForgeError):
+            record = slurm.show_job(job)
+            last = max(each.ended or each.started for each in state.attempts)
+            decided = [time for time, _ in state.attempts[-1].decisions]
+            submitted = None if record is None else record.submit_time
+            if submitted is not None and submitted.timestamp() > max([last, *decided]):
+                note(run, UserAsked(verb="submit", user=person()))
+    note(run, Submitted(job=job, via="exec"))
 
 
 def run_state(run: RunDirectory) -> RunState:
