@@ -101,6 +101,8 @@ class LocalRanks:
     local_rank: int
     world_size: int
     job: str
+    #: What tells one start of torchrun's from any other; empty where it is not torchrun's.
+    torchrun: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LocalRanks:
@@ -118,8 +120,18 @@ class LocalRanks:
                 local_rank=_number(environ, "LOCAL_RANK", 0),
                 world_size=_number(environ, "WORLD_SIZE", 1),
                 job="torchrun-" + environ.get("TORCHELASTIC_RUN_ID", "none"),
+                torchrun=_start_of_torchrun(environ),
             )
         return cls(rank=0, local_rank=0, world_size=1, job="process")
+
+
+def _start_of_torchrun(environ: Mapping[str, str]) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    if names[0] not in environ:
+        return ""
+    # It becomes part of a file's name.
+    text = "-".join(environ.get(name, "") for name in names)
+    return "".join(each if each.isalnum() or each in "-_" else "_" for each in text)[:80]
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -140,6 +141,7 @@ def execute(
             },
             lead=lead,
         )
+        _refuse_missing(checked.command or (), runs_folder(runs) / checked.name)
         site = site_places()
         run, _ = open_run(
             checked,
@@ -158,6 +160,20 @@ def execute(
     )
     sys.stdout.flush()
     raise typer.Exit(status)
+
+
+def _refuse_missing(command: Sequence[str], run: Path) -> None:
+    """Before a run is made of it; later it may be this node's fault, and is judged as such."""
+    import shutil
+
+    from slurm_forge.errors import ConfigError
+
+    if not (run / "run.yaml").is_file() and shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"there is no program {command[0]!r} here",
+            next_step="Write what comes after -- as you would type it; a script of your own needs "
+            "its path (./train.sh), and shell syntax a shell: -- bash -c '…'",
+        )
 
 
 def _job_name(environment: object) -> str:

@@ -60,6 +60,8 @@ ENDED_BY_SIGNAL = 128
 _URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 _LONGEST_PAUSE_S = 120.0
 _CLEARED_S = 5.0
+#: What shells say of a program that is not there.
+_NOT_STARTED = 127
 #: How long the first start waits for the sentinel to listen: notice is rarely given at once.
 _LISTENS_S = 3.0
 #: Slurm ends a job that goes back into the queue; what stands behind us in the script is not meant
@@ -203,8 +205,14 @@ VIA_EXEC = "exec"
 class _Started:
     """One start of the program, and what it is told by."""
 
-    process: ProgramProcess
     facts: LaunchFacts
+    #: None where it could not be started at all.
+    process: ProgramProcess | None = None
+
+    def clear(self) -> None:
+        """Nothing of it is left."""
+        if self.process is not None:
+            self.process.clear(_CLEARED_S)
 
 
 class _Starts:
@@ -292,7 +300,14 @@ class _Starts:
             )
             with self._signals.go_to(conductor):
                 facts = conductor.watch()
-            return _Started(process, facts)
+            return _Started(facts, process)
+        except ConfigError as error:
+            text = error.message.replace("\n", " ")
+            now = datetime.now(timezone.utc)
+            facts = LaunchFacts(
+                now=now, exit_status=_NOT_STARTED, launcher="exec", launcher_text=text
+            )
+            return _Started(facts)
         finally:
             # Else a rank of ours would take the end of the channel for that of its conductor.
             hub.abort("the launch is over")
@@ -370,7 +385,7 @@ class _Job:
             self._status = started.facts.exit_status or 0
             decision = self._concluded(started.facts)
             if decision is None:
-                started.process.clear(_CLEARED_S)
+                started.clear()
                 self._attempt.end("finished")
                 return 0
             staying = decision.action in RELAUNCHING and _may_stay(started.facts)
@@ -378,10 +393,10 @@ class _Job:
                 self._back.strike(decision)
             long = decision.wait_s > _LONGEST_PAUSE_S
             if staying and not long and not self._back.must_leave(decision):
-                started.process.clear(_CLEARED_S)
+                started.clear()
                 self._signals.wait(decision.wait_s)
                 continue
-            return self._go(decision, started.process)
+            return self._go(decision, started)
 
     def _concluded(self, facts: LaunchFacts) -> Decision | None:
         attempt = self._attempt
@@ -403,7 +418,7 @@ class _Job:
             self._back.hold(error.message)
             raise
 
-    def _go(self, decision: Decision, process: ProgramProcess | None) -> int:
+    def _go(self, decision: Decision, started: _Started | None) -> int:
         outcome, given_back = decision.action.value, False
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
@@ -414,8 +429,8 @@ class _Job:
             outcome, given_back = taken.value, taken is Taken.HELD
         elif decision.action is Action.RAISE:
             outcome = "raised"
-        if process is not None:
-            process.clear(_CLEARED_S)
+        if started is not None:
+            started.clear()
         self._attempt.end(outcome)
         _say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
         if given_back:
@@ -487,7 +502,7 @@ def _attempt_here(
             since=starts.launched_at,
         )
         decision = attempt.conclude(facts)
-        started.process.clear(_CLEARED_S)
+        started.clear()
         if decision is None:
             attempt.end("finished")
             return 0

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from signal import Signals
@@ -36,7 +36,16 @@ from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.leaving import Leaving, show_crashes
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
+__all__ = [
+    "Outcome",
+    "RankPlace",
+    "Result",
+    "main",
+    "open_rank",
+    "place_from_environ",
+    "place_of_script",
+    "run_rank",
+]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -101,6 +110,32 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
     )
 
 
+def place_of_script(environ: Mapping[str, str]) -> RankPlace:
+    """Of a script that was started by torchrun, by srun, or by neither: then it is alone.
+
+    A batch step has SLURM_PROCID and SLURM_NTASKS too, and torchrun's workers inherit those of the
+    task that torchrun runs in.
+    """
+    slurm, local = SlurmEnvironment.from_environ(environ), LocalRanks.from_environ(environ)
+    found = place_from_environ(environ)
+    if slurm is None:
+        return found if local.torchrun else replace(found, job=f"{local.job}-{os.getpid()}")
+    if local.torchrun or slurm.step_id is None:
+        alone = not local.torchrun
+        found = replace(
+            found,
+            rank=0 if alone else local.rank,
+            local_rank=0 if alone else local.local_rank,
+            world_size=1 if alone else local.world_size,
+        )
+    return replace(
+        found,
+        job=slurm.job_ref,
+        restart_count=slurm.restart_count,
+        node=slurm.node_name or "",
+    )
+
+
 def run_rank(
     directory: RunDirectory,
     place: RankPlace,
@@ -114,6 +149,30 @@ def run_rank(
 
     ``survives_abort`` is for the rank that hosts the conductor itself.
     """
+    return open_rank(
+        directory,
+        place,
+        channel=channel,
+        nonce=nonce,
+        launch_started=launch_started,
+        survives_abort=survives_abort,
+    ).train()
+
+
+def open_rank(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None = None,
+    survives_abort: bool = False,
+    keys: Mapping[str, Any] | None = None,
+) -> _Rank:
+    """A rank that has joined the channel: ``train`` it, or ``begin`` and ``leave``.
+
+    ``keys`` are keys of the job that a script says otherwise than the run was made with.
+    """
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
@@ -121,6 +180,8 @@ def run_rank(
     SignalWatcher(notices.seen)
     try:
         file = read_run_file(directory.spec_file)
+        if keys:
+            file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
         hosts, port = parse_addresses(channel)
         member = _Channel(
             rank=place.rank,
@@ -139,7 +200,7 @@ def run_rank(
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    return _Rank(directory, place, file, member, nonce, launch_started or begun).train()
+    return _Rank(directory, place, file, member, nonce, launch_started or begun)
 
 
 class _Channel(Member):
@@ -214,13 +275,43 @@ class _Rank:
         except Exception as error:
             self._last_words(error)
             return Result(Outcome.FAILED, 0)
-        from slurm_forge.training.boundary import RunStopped
         from slurm_forge.training.entry import call_entry
-        from slurm_forge.training.skips import LaunchGivenUp
+
+        def work() -> int:
+            call_entry(self._entry, run, run.args)
+            return int(run.finish())
+
+        return self._outcome(work)
+
+    def begin(self) -> Any:
+        """For a script that is its own entry: the run to train with; raises after last words."""
+        try:
+            return self._prepare()
+        except Exception as error:
+            self._last_words(error)
+            self._member.close()
+            raise
+
+    def leave(self, error: BaseException | None) -> Result:
+        """The script's own part is over, by ``error`` if there was one."""
+
+        def work() -> int:
+            if error is not None:
+                raise error
+            return int(self._run.finish())
 
         try:
-            call_entry(self._entry, run, run.args)
-            return Result(Outcome.FINISHED, run.finish())
+            return self._outcome(work)
+        finally:
+            self._member.close()
+
+    def _outcome(self, work: Callable[[], int]) -> Result:
+        from slurm_forge.training.boundary import RunStopped
+        from slurm_forge.training.skips import LaunchGivenUp
+
+        run = self._run
+        try:
+            return Result(Outcome.FINISHED, work())
         except RunStopped:
             return Result(Outcome.STOPPED, run.step_number)
         except LaunchGivenUp:
@@ -288,7 +379,8 @@ class _Rank:
             )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
-        self._entry = load_entry(spec.entry or "", self._file.folder)
+        if spec.entry is not None:
+            self._entry = load_entry(spec.entry, self._file.folder)
         self._run = Run(
             context,
             device=device,
