@@ -63,7 +63,9 @@ def program_job(
             next_step="Options of slurm-forge exec stand before the two dashes, the program "
             "behind them: slurm-forge exec --name big -- srun python train.py",
         )
-    wanted = {key: value for key, value in options.items() if value not in (None, False)}
+    wanted = {
+        key: value for key, value in options.items() if value is not None and value is not False
+    }
     stated = data.get("program") or {}
     if wanted and isinstance(stated, dict):
         _check_options({**stated, **wanted})
