@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,6 +25,11 @@ from slurm_forge.launch.attempt import Refusal, begin
 from slurm_forge.launch.embedded import Embedded, Rendezvous, await_rendezvous, withdraw
 from slurm_forge.launch.presence import present
 from slurm_forge.launch.programs import open_run
+from slurm_forge.launch.sentinel_step import (
+    SentinelStep,
+    sentinel_command,
+    sentinel_environment,
+)
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import note_asked
 from slurm_forge.run_directory import RunDirectory
@@ -169,6 +174,7 @@ class Attachment:
             job=place.job,
             slurm=slurm,
             requeue_exit_code=STOPPED if slurm is None else None,
+            ear=None if environment is None else self._ear(environment),
         )
         if begun.verdict is not None:
             Rendezvous("", "", 0).publish(run, key)
@@ -184,6 +190,23 @@ class Attachment:
             survives_abort=True,
             keys=self._keys(run.name),
         )
+
+    def _ear(
+        self, environment: SlurmEnvironment
+    ) -> Callable[[Callable[[str, str], None]], None] | None:
+        """In the batch step nothing is heard of a preemption: a sentinel step listens for it."""
+        if environment.step_id is not None:
+            return None
+
+        def listen(hear: Callable[[str, str], None]) -> None:
+            sentinel = SentinelStep(
+                sentinel_command(sys.executable, environment.node_name),
+                sentinel_environment(process_environ()),
+                lambda name: hear(name, "tasks of steps"),
+            )
+            self._stack.callback(sentinel.close)
+
+        return listen
 
     def _join(self, place: Any) -> Any:
         """Any other rank: by what rank 0 has written into the run directory."""

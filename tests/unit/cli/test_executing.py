@@ -168,9 +168,7 @@ def test_it_is_told_where_to_go_on(execute: Exec) -> None:
 
 def test_progress_frees_budgets(execute: Exec) -> None:
     """Failing again and again is no loop as long as there is a further checkpoint each time."""
-    program = (
-        "n=$(ls | grep -c ^state-); touch state-$n; echo 'RuntimeError: again'; [ $n -ge 6 ]"
-    )
+    program = "n=$(ls | grep -c ^state-); touch state-$n; echo 'RuntimeError: again'; [ $n -ge 6 ]"
     done = execute("--progress-file=state-*", "--", "bash", "-c", program)
     assert done.returncode == 0, execute.state.reason
     assert [event.step for event in execute.events(Advanced)] == [0, 1, 2, 3, 4, 5, 6]
