@@ -172,6 +172,17 @@ def test_progress_frees_budgets(execute: Exec) -> None:
     done = execute("--progress-file=state-*", "--", "bash", "-c", program)
     assert done.returncode == 0, execute.state.reason
     assert [event.step for event in execute.events(Advanced)] == [0, 1, 2, 3, 4, 5, 6]
+    told = subprocess.run(
+        [sys.executable, "-m", "slurm_forge.cli.main", "explain", "x"],
+        cwd=execute.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    assert told.startswith("x   finished   step 6   "), told
+    assert "a program of its own   as far as state-3" in told
+    assert "RuntimeError: again" in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
