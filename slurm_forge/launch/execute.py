@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -18,7 +19,6 @@ from datetime import datetime, timedelta, timezone
 
 from slurm_forge.control import Hub
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
-from slurm_forge.files import write_atomic
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Note
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
@@ -41,7 +41,7 @@ from slurm_forge.launch.sentinel_step import (
     sentinel_environment,
 )
 from slurm_forge.launch.stranded import leave_to_slurm
-from slurm_forge.launch.submission import job_script, note_asked
+from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.slurm_says import is_ending
@@ -67,7 +67,8 @@ _LISTENS_S = 3.0
 #: Slurm ends a job that goes back into the queue; what stands behind us in the script is not meant
 #: for a run that is not through.
 _ENDED_WITHIN_S = 20.0
-_LOOK_S = 0.2
+_FIRST_ANSWER_S = 2.0
+_TICK_S = 0.05
 
 
 def execute(
@@ -89,6 +90,7 @@ def execute(
     _refuse_places(environment)
     with ProgramSignals() as signals:
         SignalWatcher(signals.batch)
+        signal.signal(signal.SIGINT, signals.interrupt)  # somebody in salloc
         return _in_job(run, environment, variables, slurm, via, signals)
 
 
@@ -131,11 +133,7 @@ def _in_job(
         _say(str(error))
         return 0
     except OSError as error:
-        reason = f"the run directory: {error}"
-        count = environment.restart_count
-        done = leave_to_slurm(slurm, environment.job_ref, reason, restart_count=count)
-        _say(f"the run directory can't be used ({error}): {done}")
-        return 1
+        return _stranded(slurm, environment, error)
     if isinstance(begun, Refusal):
         _say(f"{run.name}: {_REFUSED[begun].format(name=run.name, stop=run.stop_file)}")
         return 0
@@ -175,9 +173,19 @@ def _in_job(
         _say(str(error))
         begun.end(TAKEN_OVER)
         return 0
+    except OSError as error:
+        return _stranded(slurm, environment, error)
     finally:
         watch.close()
         sentinel.close()
+
+
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+    """Nothing of the run can be known, or written down."""
+    reason, count = f"the run directory: {error}", environment.restart_count
+    done = leave_to_slurm(slurm, environment.job_ref, reason, restart_count=count)
+    _say(f"the run directory can't be used ({error}): {done}")
+    return 1
 
 
 _REFUSED = {
@@ -195,7 +203,7 @@ def _keep_script(run: RunDirectory, slurm: Slurm, job: str, via: str) -> None:
     with contextlib.suppress(ForgeError, OSError):
         text = slurm.batch_script(job)
         if text.startswith("#!"):
-            write_atomic(job_script(run), text.encode(), mode=0o700)
+            keep_own_script(run, text)
 
 
 VIA_EXEC = "exec"
@@ -336,7 +344,8 @@ class _Starts:
             Field.RUN_DIR: str(attempt.run.path),
         }
         added = fill(template, values)
-        attempt.journal.write(Note(text=f"started again with {' '.join(added)}"[:400]))
+        with contextlib.suppress(OSError):
+            attempt.journal.write(Note(text=f"started again with {' '.join(added)}"[:400]))
         return (*command, *added), latest
 
 
@@ -357,6 +366,7 @@ class _Job:
         self._attempt = attempt
         self._environment = environment
         self._back = back
+        self._watch = watch
         self._signals = signals
         self._slurm = slurm
         self._sentinel = sentinel
@@ -376,10 +386,13 @@ class _Job:
         """Until the run is done, or the job is given back."""
         if self._attempt.verdict is not None:
             return self._go(self._attempt.verdict, None)
+        self._watch.ask()
         if not self._sentinel.listens(_LISTENS_S):
             why = self._sentinel.failed or "it takes its time"
             text = f"no sentinel step ({why}): Slurm is asked now and then instead"
-            self._attempt.journal.write(Note(text=text[:400]))
+            with contextlib.suppress(OSError):
+                self._attempt.journal.write(Note(text=text[:400]))
+        self._learn_the_limit()
         while True:
             started = self._starts.start(self._back.kill_wait)
             self._status = started.facts.exit_status or 0
@@ -397,6 +410,12 @@ class _Job:
                 self._signals.wait(decision.wait_s)
                 continue
             return self._go(decision, started)
+
+    def _learn_the_limit(self) -> None:
+        """How long before the end the program is told rests on the job's own time limit."""
+        until = time.monotonic() + _FIRST_ANSWER_S
+        while not self._watch.collect() and self._watch.asking and time.monotonic() < until:
+            time.sleep(_TICK_S)
 
     def _concluded(self, facts: LaunchFacts) -> Decision | None:
         attempt = self._attempt

@@ -175,6 +175,9 @@ class ProgramConductor:
                 if self._stop_file.exists():
                     seen.stop_file = True
                     self._noticed("STOP", "file")
+                elif self._save_file.exists():
+                    self._save_file.unlink(missing_ok=True)
+                    self._note(Note(text="SAVE: a program of its own can't be asked to save"))
         if self._deadline.time_is_up(now):
             seen.due_time_limit = True
             self._noticed("end of the time limit", "clock")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from signal import Signals
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from slurm_forge.launch.local_signals import AskedToStop
 from slurm_forge.launch.program_conductor import ProgramConductor
@@ -28,6 +28,7 @@ class ProgramSignals:
         self._seen = threading.Event()
         self._terminated = threading.Event()
         self._asked: AskedToStop | None = None
+        self._interrupted = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -60,10 +61,22 @@ class ProgramSignals:
         self._thread = threading.Thread(target=self._look, name="forge-asked", daemon=True)
         self._thread.start()
 
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C; a handler of Python's, which runs between any two lines: a thread says it."""
+
+        def tell() -> None:
+            self._interrupted = True
+            self._seen.set()
+            conductor = self._conductor
+            if conductor is not None:
+                conductor.stop("SIGINT")
+
+        threading.Thread(target=tell, name="forge-interrupt", daemon=True).start()
+
     @property
     def stopping(self) -> bool:
         """Whether a person wants it to stop."""
-        return bool(self._asked)
+        return self._interrupted or bool(self._asked)
 
     @contextlib.contextmanager
     def go_to(self, conductor: ProgramConductor) -> Iterator[None]:

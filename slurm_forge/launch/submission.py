@@ -29,10 +29,12 @@ __all__ = [
     "create_run",
     "entry_of",
     "job_script",
+    "keep_own_script",
     "keep_payload",
     "keep_successor",
     "note",
     "note_asked",
+    "own_script",
     "payload",
     "refuse_other_job",
     "renew_run",
@@ -151,7 +153,8 @@ def submit_script(
     which win over the script's.
     """
     text = render(file, site, run)
-    payload(run).unlink(missing_ok=True)  # from now on this script is the run's
+    for other in (payload(run), own_script(run)):
+        other.unlink(missing_ok=True)  # from now on this script is the run's
     write_atomic(job_script(run), text.encode(), mode=0o700)
     return _hand_over(run, slurm, verb, "sbatch", (*leave_out(text, exclude), *args))
 
@@ -164,7 +167,8 @@ def submit_again(
     ``exclude`` and ``args`` as for ``submit_script``.
     """
     given = (*leave_out(job_script(run).read_text(), exclude), *args)
-    return _hand_over(run, slurm, "requeue", "submitit forge", given)
+    via = "exec" if own_script(run).is_file() else "submitit forge"
+    return _hand_over(run, slurm, "requeue", via, given)
 
 
 def keep_successor(run: RunDirectory, script: str) -> None:
@@ -188,6 +192,17 @@ def job_script(run: RunDirectory) -> Path:
 def payload(run: RunDirectory) -> Path:
     """Where submitit's own submission is kept: there only if it is what the run's script runs."""
     return run.submissions / "submitted.pkl"
+
+
+def own_script(run: RunDirectory) -> Path:
+    """There where the script that is kept is somebody's own, which calls ``slurm-forge exec``."""
+    return run.submissions / "own-script"
+
+
+def keep_own_script(run: RunDirectory, text: str) -> None:
+    """Keep the script of a job that called ``slurm-forge exec``, to submit it again."""
+    keep_successor(run, text)
+    own_script(run).touch(mode=0o600)
 
 
 def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple[str, ...]) -> str:

@@ -11,12 +11,15 @@ import pytest
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import Note, NoticeSeen
-from slurm_forge.launch.submission import run_state
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, run_state, submit_script
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
-from tests.slurm.harness import REPOSITORY, Watched
+from tests.slurm.harness import REPOSITORY, Watched, environment
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -144,3 +147,25 @@ def test_after_scancel_nothing_comes_back(slurm: SlurmCluster, tmp_path: Path) -
     slurm.wait_for(lambda: script.state.status is RunStatus.CANCELLED, 30, "the journal to say so")
     slurm.wait_state(script.job, "CANCELLED", 30)
     assert not script.state.attempts[-1].requeues
+
+
+@pytest.mark.slow
+def test_a_command_in_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """``command:`` through the script that submit renders, preempted as well."""
+    out = tmp_path / "out"
+    spec = job_from_mapping(
+        {
+            "name": "pieces",
+            "command": ["bash", "examples/exec/loop.sh", str(out), "40"],
+            "program": {"progress_file": str(out / "done")},
+            "resources": {"mem": "1000M", "time": "10m", "partition": "preempt"},
+        }
+    )
+    site = find_site("generic")
+    with environment(slurm, tmp_path / "nodes"):
+        run, file = create_run(spec, runs=tmp_path / "runs", site=site, submitted_from=REPOSITORY)
+        job = submit_script(run, file, site, SubprocessSlurm.of_this_process())
+    script = Script(slurm, job, out, run)
+    script.wait_file("done")
+    preempted_once(script)
+    assert (out / "all").read_text().split() == [str(n) for n in range(1, 41)]
