@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["Knobs", "LocalRanks"]
+__all__ = ["Knobs", "LocalRanks", "flight_recorder_variables"]
 
 _CHANNEL = "SLURM_FORGE_CHANNEL"
 _NONCE = "SLURM_FORGE_NONCE"
 _ATTEMPT = "SLURM_FORGE_ATTEMPT"
 _LAUNCH = "SLURM_FORGE_LAUNCH"
 _STARTED = "SLURM_FORGE_STARTED"
+_AGENTS = "SLURM_FORGE_AGENTS"
+_AGENTS_NONCE = "SLURM_FORGE_AGENTS_NONCE"
 _LIFELINE = "SLURM_FORGE_LIFELINE"
 _RUN = "SLURM_FORGE_RUN"
 _LATEST = "SLURM_FORGE_LATEST"
@@ -34,8 +36,9 @@ class Knobs:
     """What the supervisor tells its ranks, and what a user may set.
 
     ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
-    epoch).  ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is
-    the directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
+    epoch).  ``agents`` and ``agents_nonce`` are the same for the standing agents of a step.
+    ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is the
+    directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
     program may resume from, ``restarts`` how often that was started before.  ``nodes`` is the
     folder of the node ledger, or ``off``.
     """
@@ -45,6 +48,8 @@ class Knobs:
     attempt: int = 0
     launch: int = 0
     started: float | None = None
+    agents: str | None = None
+    agents_nonce: str = ""
     lifeline: bool = False
     run: str | None = None
     latest: str | None = None
@@ -63,6 +68,8 @@ class Knobs:
             attempt=_number(environ, _ATTEMPT, 0),
             launch=_number(environ, _LAUNCH, 0),
             started=_seconds(environ, _STARTED),
+            agents=environ.get(_AGENTS) or None,
+            agents_nonce=environ.get(_AGENTS_NONCE, ""),
             lifeline=_number(environ, _LIFELINE, 0) == 1,
             run=environ.get(_RUN) or None,
             latest=environ.get(_LATEST) or None,
@@ -81,6 +88,8 @@ class Knobs:
             _ATTEMPT: str(self.attempt),
             _LAUNCH: str(self.launch),
             _STARTED: None if self.started is None else repr(self.started),
+            _AGENTS: self.agents,
+            _AGENTS_NONCE: self.agents_nonce,
             _LIFELINE: "1" if self.lifeline else None,
             _RUN: self.run,
             _LATEST: self.latest,
@@ -132,6 +141,27 @@ def _start_of_torchrun(environ: Mapping[str, str]) -> str:
     # It becomes part of a file's name.
     text = "-".join(environ.get(name, "") for name in names)
     return "".join(each if each.isalnum() or each in "-_" else "_" for each in text)[:80]
+
+
+#: torch's own: where its flight recorder writes, and the pipe that makes it do so.
+_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_RECORDER_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def flight_recorder_variables(folder: str, given: Mapping[str, str]) -> dict[str, str]:
+    """What makes NCCL's flight recorder write into ``folder`` on demand; nothing of what is given.
+
+    None at all where the user has said where it writes.
+    """
+    if _RECORDER_PIPE in given or any(name in given for name in _RECORDER_FILES):
+        return {}
+    wanted = {
+        _RECORDER_PIPE: f"{folder}/pipe-",
+        **dict.fromkeys(_RECORDER_FILES, f"{folder}/trace-"),
+        **dict.fromkeys(_RECORDER_SIZES, "2000"),
+    }
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -5,10 +5,12 @@ Submitted by file name (``tests/jobs.py:train``), so ranks import this without p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -123,7 +125,9 @@ def train(run: forge.Run) -> None:
 def misbehave(texts: Iterable[str], *, step: int, rank: int, folder: Path) -> None:
     """What a rank does to itself before a step, once in the life of a run unless it says always.
 
-    ``segfault@15:rank1``, ``abort@15:rank1``, ``memory@15:rank1``, ``exception@15:rank1:always``.
+    ``segfault@15:rank1``, ``abort@15:rank1``, ``memory@15:rank1``, ``exception@15:rank1:always``,
+    ``orphan@15:rank1`` (a process in a session of its own), ``swallow@15:rank1`` (whatever is
+    raised in it), ``gil@15:rank1`` (kept for a minute).
     """
     for text in texts:
         kind, _, rest = text.partition("@")
@@ -140,6 +144,14 @@ def misbehave(texts: Iterable[str], *, step: int, rank: int, folder: Path) -> No
             ctypes.string_at(0)
         elif kind == "abort":
             os.abort()
+        elif kind == "orphan":
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+        elif kind == "swallow":
+            for _ in range(600):
+                with contextlib.suppress(BaseException):
+                    time.sleep(0.1)
+        elif kind == "gil":
+            ctypes.PyDLL(None).sleep(60)
         elif kind == "memory":
             _kept.append(torch.ones(450 << 20, dtype=torch.uint8))
         else:

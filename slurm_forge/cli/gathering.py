@@ -26,19 +26,25 @@ _LOG_ENDINGS = (".out", "_log.err")
 
 
 class Gathering:
-    """A run that is looked at again and again."""
+    """A run that is looked at again and again.
 
-    def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.time) -> None:
+    Without ``spec`` run.yaml is read only for what the journal does not say, the last step.
+    """
+
+    def __init__(
+        self, run: RunDirectory, *, clock: Callable[[], float] = time.time, spec: bool = True
+    ) -> None:
         self._run = run
         self._clock = clock
         self._tail = JournalTail(run)
         self._records: list[Record] = []
         self._damage: list[Damage] = []
+        self._spec = spec
         self._total: int | None = None
         self._memory: int | None = None
         self._global_batch: int | None = None
         self._purge: PurgeRule | None = None
-        self._problem = self._read_spec()
+        self._problem = self._read_spec() if spec else None
 
     @property
     def total_steps(self) -> int | None:
@@ -81,6 +87,8 @@ class Gathering:
 
     def facts(self) -> RunFacts:
         """Everything read so far."""
+        if self._total is None and not self._spec:
+            self._spec, self._problem = True, self._read_spec()
         run = self._run
         return RunFacts(
             name=run.name,

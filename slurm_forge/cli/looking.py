@@ -130,24 +130,23 @@ def _as_it_is(taken: Status, run: RunDirectory) -> Status:
 
 def _list(runs: Path | None, *, as_json: bool) -> None:
     """A line for every run, whatever is wrong with one of them."""
-    from slurm_forge.cli.gathering import gather
+    from slurm_forge.cli.listed import Lister
     from slurm_forge.cli.places import from_here, run_names, runs_folder, runs_of_submitit
-    from slurm_forge.cli.surroundings import surrounded
     from slurm_forge.errors import ForgeError
     from slurm_forge.report.encoding import to_json
-    from slurm_forge.report.listing import listed, listing, listing_text, unreadable
-    from slurm_forge.report.status import take_status
+    from slurm_forge.report.listing import listing, listing_text, unreadable
     from slurm_forge.run_directory import RunDirectory
 
     folder = runs_folder(runs)
     lines = []
+    lister = Lister(folder.absolute(), _as_it_is, words=as_json)
     for name in run_names(folder):
         found = RunDirectory.at(folder / name)
         try:
-            facts = surrounded(gather(found, logs=False), found, resources=False)
-            lines.append(listed(facts, _as_it_is(take_status(facts), found)))
+            lines.append(lister.line(found))
         except (ForgeError, OSError) as error:
             lines.append(unreadable(name, str(found.path), str(error)))
+    lister.close()
     others = [] if runs is not None else [from_here(path) for path in runs_of_submitit()]
     told = listing(str(folder.absolute()), lines, elsewhere=others)
     typer.echo(to_json(told) if as_json else listing_text(told), nl=as_json)

@@ -1,7 +1,7 @@
 """Entry point of ``slurm-forge``.
 
-Exit status: 0 it worked (for ``run``: the run is finished); 1 the run of ``run`` did not finish, or
-``checkpoints verify`` found a damaged one;
+Exit status: 0 it worked (for ``run``: the run is finished); 1 the run of ``run`` did not finish,
+``checkpoints verify`` found a damaged one, or ``watch --once`` something new for a person;
 2 it could not be done, or not be understood: nothing was changed but what the message says;
 130 interrupted from the keyboard.
 """
@@ -23,14 +23,16 @@ from slurm_forge.cli import (
     policy,
     running,
     submitting,
+    watch,
 )
 from slurm_forge.cli.failing import ForgeGroup
 
 __all__ = ["app", "main"]
 
 _EPILOG = (
-    "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish or a "
-    "checkpoint is damaged, 2 it could not be done, 130 interrupted; of exec: see exec --help."
+    "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish, a "
+    "checkpoint is damaged or watch has news, 2 it could not be done, 130 interrupted; of exec: "
+    "see exec --help."
 )
 
 app = typer.Typer(
@@ -53,6 +55,7 @@ app.command()(running.run)
 app.command("exec", context_settings={"allow_interspersed_args": False})(executing.execute)
 app.command()(looking.status)
 app.command()(looking.explain)
+app.command()(watch.watch)
 app.command()(asking.requeue)
 app.command()(asking.reconcile)
 app.command()(asking.stop)

@@ -24,6 +24,7 @@ __all__ = [
     "runs_folder",
     "runs_of_submitit",
     "site_places",
+    "state_folder",
 ]
 
 _DEFAULT = Path("runs")
@@ -80,6 +81,14 @@ def node_ledger(site: Site, cluster: str | None) -> NodeLedger:
 
     knobs = Knobs.from_environ(process_environ())
     return open_ledger(knobs, cluster=cluster, of_site=site.node_ledger)
+
+
+def state_folder() -> Path:
+    """Where we keep what we remember for this user."""
+    state = Knobs.from_environ(process_environ()).state_home
+    # The base directory specification: a relative path there is to be ignored.
+    home = Path(state if state is not None and state.startswith("/") else "~/.local/state")
+    return home.expanduser() / "slurm_forge"
 
 
 def from_here(path: Path) -> str:

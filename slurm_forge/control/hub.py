@@ -20,7 +20,7 @@ from slurm_forge.control.gathering import Gathering
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
-__all__ = ["Agreed", "Gone", "Hub", "HubEvent", "Joined", "MemberView", "Said"]
+__all__ = ["Agreed", "Gone", "Hub", "HubEvent", "Joined", "MemberView", "Said", "WitnessView"]
 
 _HELLO_WITHIN_S = 10.0
 #: How many may knock at once where it is not known yet how many there are.
@@ -81,11 +81,24 @@ class MemberView:
     connected: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WitnessView:
+    """What the witness of a rank said last; ``heard`` is on the hub's monotonic clock."""
+
+    rank: int
+    host: str
+    heard: float
+    pulse: p.Pulse | None = None
+    connected: bool = True
+
+
 @dataclass(slots=True)
 class _Peer:
     connection: socket.socket
     since: float
     rank: int | None = None
+    #: The rank whose witness it is: it counts for no membership and is asked for nothing else.
+    witness: int | None = None
     buffer: bytes = b""
 
 
@@ -109,6 +122,7 @@ class Hub:
         self._clock = clock
         self._lock = threading.RLock()
         self._members: dict[int, MemberView] = {}
+        self._witnesses: dict[int, WitnessView] = {}
         self._peers: dict[int, _Peer] = {}  # by file descriptor
         self._published: dict[str, str] = {}
         self._requests: dict[int, tuple[p.Request, Gathering]] = {}
@@ -150,6 +164,18 @@ class Hub:
         with self._lock:
             return dict(self._members)
 
+    def witnesses(self) -> dict[int, WitnessView]:
+        """A copy of what is known of the witness of every rank that has one."""
+        with self._lock:
+            return dict(self._witnesses)
+
+    def ask_witnesses(self, message: p.Message) -> None:
+        """Tell every witness something; what they answer comes as ``Said`` by their rank."""
+        with self._lock:
+            for peer in list(self._peers.values()):
+                if peer.witness is not None:
+                    self._send(peer, message)
+
     def request(self, kind: p.RequestKind, reason: str) -> int:
         """Ask all ranks to do something at the same step; the target comes as ``Agreed``."""
         with self._lock:
@@ -182,6 +208,11 @@ class Hub:
         with self._lock:
             self._over = reason
             self._broadcast(p.Abort(reason=reason))
+
+    @property
+    def over(self) -> bool:
+        """Whether ranks have been told to leave."""
+        return self._over is not None
 
     def _forget_old(self) -> None:
         # Only what every rank has left behind: until then one may still ask about it anew.
@@ -216,7 +247,8 @@ class Hub:
             now = self._clock()
             self._settle(now)
             for peer in list(self._peers.values()):
-                if peer.rank is None and now - peer.since > _HELLO_WITHIN_S:
+                stranger = peer.rank is None and peer.witness is None
+                if stranger and now - peer.since > _HELLO_WITHIN_S:
                     self._drop(peer)
 
     def _accept(self) -> None:
@@ -227,7 +259,9 @@ class Hub:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_SEND_WITHIN_S)
         with self._lock:
-            strangers = sum(peer.rank is None for peer in self._peers.values())
+            strangers = sum(
+                peer.rank is None and peer.witness is None for peer in self._peers.values()
+            )
             if strangers > (self.world_size or _UNKNOWN_WORLD) + 16:
                 connection.close()
                 return
@@ -267,6 +301,9 @@ class Hub:
 
     def _take(self, peer: _Peer, message: p.Message) -> None:
         now = self._clock()
+        if peer.witness is not None:
+            self._witnessed(peer.witness, message, now)
+            return
         if peer.rank is None:
             self._greet(peer, message, now)
             return
@@ -294,6 +331,14 @@ class Hub:
             case _:
                 self.events.put(Said(peer.rank, message))
 
+    def _witnessed(self, rank: int, message: p.Message, now: float) -> None:
+        view = replace(self._witnesses[rank], heard=now)
+        if isinstance(message, p.Pulse):
+            view = replace(view, pulse=message)
+        self._witnesses[rank] = view
+        if isinstance(message, (p.Lasted, p.Stacks)):
+            self.events.put(Said(rank, message))
+
     def _answered(self, rank: int, at: p.At, now: float) -> None:
         found = self._requests.get(at.id)
         if found is None:
@@ -306,6 +351,9 @@ class Hub:
         self._settle(now)
 
     def _greet(self, peer: _Peer, message: p.Message, now: float) -> None:
+        if isinstance(message, p.Attend):
+            self._greet_witness(peer, message, now)
+            return
         if (
             self.world_size == 0
             and isinstance(message, p.Hello)
@@ -338,6 +386,21 @@ class Hub:
             self._send(peer, p.Abort(reason=self._over))  # it comes too late
         self.events.put(Joined(message.rank))
 
+    def _greet_witness(self, peer: _Peer, message: p.Attend, now: float) -> None:
+        before = self._witnesses.get(message.rank)
+        known = (
+            p.same_nonce(message.nonce, self.nonce)
+            and message.world == self.world_size
+            and 0 <= message.rank < self.world_size
+            and (before is None or not before.connected)
+        )
+        if not known:
+            self._drop(peer)
+            return
+        peer.witness = message.rank
+        self._witnesses[message.rank] = WitnessView(rank=message.rank, host=message.host, heard=now)
+        self._send(peer, p.Welcome(nonce=self.nonce))
+
     def _is_connected(self, rank: int) -> bool:
         member = self._members.get(rank)
         return member is not None and member.connected
@@ -368,6 +431,9 @@ class Hub:
             del self._peers[descriptor]
             self._selector.unregister(peer.connection)
         peer.connection.close()
+        if peer.witness is not None:
+            view = self._witnesses[peer.witness]
+            self._witnesses[peer.witness] = replace(view, connected=False)
         if peer.rank is not None and self._is_connected(peer.rank):
             self._members[peer.rank] = replace(self._members[peer.rank], connected=False)
             self.events.put(Gone(peer.rank))

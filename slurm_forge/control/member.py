@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import connect
+from slurm_forge.control.clock_page import ProgressClock
 from slurm_forge.control.gathering import Agreement
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
@@ -48,8 +49,11 @@ class Member:
         on_abort: Callable[[str], None],
         connect_within_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        progress: ProgressClock | None = None,
     ) -> None:
         self._rank = rank
+        #: Where this rank's progress is told to whoever looks on from another process.
+        self._progress = progress
         self._nonce = nonce
         self._on_abort = on_abort
         self._clock = clock
@@ -97,6 +101,8 @@ class Member:
         Waits while a request has no target yet.  ``entering`` a phase with a target behind it asks
         the others anew, so that a stop need not wait for the end of a long evaluation.
         """
+        if self._progress is not None:
+            self._progress.advance(position)
         with self._condition:
             for answer in self._agreement.arrive(position, self._phase, entering=entering):
                 self.send(answer)
@@ -120,6 +126,8 @@ class Member:
         """
         self._phase = phase
         self._phase_since = self._clock()
+        if self._progress is not None:
+            self._progress.enter(phase)
         if started and not self._started:
             self._started = True
             self.send(self._beat(self._phase_since))
@@ -130,11 +138,15 @@ class Member:
         Else what was begun before would be taken for steps beyond those of a rank that is through.
         """
         self._rewound, self._begun = position, position.step
+        if self._progress is not None:
+            self._progress.rewound(position)
         self.send(self._beat(self._clock()))
 
     def begin(self, step: int) -> None:
         """The main thread begins its ``step``th step (for heartbeats; nothing is sent here)."""
         self._begun = step
+        if self._progress is not None:
+            self._progress.begin(step)
 
     @property
     def pending(self) -> bool:
@@ -197,6 +209,8 @@ class Member:
                 now = self._clock()
                 if now >= next_beat and self._welcomed:
                     next_beat = now + _BEAT_S
+                    if self._progress is not None:
+                        self._progress.alive()
                     self.send(self._beat(now))
                 until_beat = max(0.0, next_beat - now) if self._welcomed else 0.05
                 if not selector.select(timeout=until_beat):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
@@ -16,12 +17,14 @@ __all__ = [
     "LINE_LIMIT",
     "Abort",
     "At",
+    "Attend",
     "Beat",
     "Committed",
     "Cured",
     "Failed",
     "Finished",
     "Hello",
+    "Lasted",
     "LeftOut",
     "Message",
     "NotCommitted",
@@ -30,10 +33,13 @@ __all__ = [
     "ProbeDone",
     "Propose",
     "Publish",
+    "Pulse",
     "Recover",
     "Request",
     "RequestKind",
+    "Stacks",
     "Stopped",
+    "TakeStacks",
     "Target",
     "Through",
     "TimeLeft",
@@ -294,6 +300,76 @@ class ProbeDone(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attend(Message):
+    """First line of a rank's witness, which belongs to the launch and is no member of it."""
+
+    tag: ClassVar[str] = "attend"
+    nonce: str
+    rank: int
+    world: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse(Message):
+    """A witness, every second: where its worker is, in what, and since when.
+
+    ``phase_no`` and ``poll`` are those of its position, ``kind`` is what its durations are compared
+    with.  ``since_s`` leaves out the time that the witness was stopped itself.  ``mute_s``: since
+    any Python thread of the worker ran.  ``state`` is the kernel's letter, ``cpu_s`` what it used.
+    """
+
+    tag: ClassVar[str] = "pulse"
+    turn: int
+    step: int
+    begun: int
+    phase_no: int
+    poll: int
+    phase: str
+    kind: str
+    since_s: float
+    mute_s: float
+    state: str
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lasted(Message):
+    """A witness: its worker was in a stretch of this kind for so long, and went on."""
+
+    tag: ClassVar[str] = "lasted"
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeStacks(Message):
+    """The hub asks all witnesses for their workers' stacks, to be kept with that launch."""
+
+    tag: ClassVar[str] = "take_stacks"
+    id: int
+    attempt: int
+    launch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks(Message):
+    """What a witness has found: the main thread's stack as ``text``, the whole in ``file``.
+
+    ``how`` is where it comes from; ``state`` the kernel's letter for the process then.
+    """
+
+    tag: ClassVar[str] = "stacks"
+    id: int
+    how: str
+    state: str
+    cpu_s: float
+    file: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(Message):
     """The launch is over: every rank leaves at once, without another collective."""
 
@@ -323,6 +399,11 @@ _KINDS: tuple[type[Message], ...] = (
     LeftOut,
     ProbeArrived,
     ProbeDone,
+    Attend,
+    Pulse,
+    Lasted,
+    TakeStacks,
+    Stacks,
     Abort,
 )
 
@@ -346,12 +427,12 @@ def encode(message: Message) -> bytes:
         kept //= 2  # escapes make a text up to six times as long
 
 
-def decode(line: bytes) -> Message:
-    """The message on a line; ``ControlChannelError`` when it is none of ours."""
+def decode(line: bytes, kinds: Sequence[type[Message]] = _KINDS) -> Message:
+    """The message on a line; ``ControlChannelError`` when it is none of ``kinds``."""
     try:
         body = json.loads(line)
         tag = body.pop("m")
-        kind = next(kind for kind in _KINDS if kind.tag == tag)
+        kind = next(kind for kind in kinds if kind.tag == tag)
         known = {f.name: f for f in fields(kind)}
         if set(body) != set(known):
             raise ValueError(f"fields of {tag}: {sorted(body)}")

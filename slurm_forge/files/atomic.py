@@ -21,14 +21,16 @@ _NO_HARD_LINKS = frozenset(
 )
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600) -> None:
+def write_atomic(
+    path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600, durable: bool = True
+) -> None:
     """Replace ``path`` by a file with exactly ``data``: readers see the old or the new one.
 
-    Durable when it returns.  ``mode`` is narrowed by the umask.  After an ``OSError`` the old
-    file is still there, unless only the sync of the folder failed.
+    Durable when it returns, unless ``durable`` is False.  ``mode`` is narrowed by the umask.  After
+    an ``OSError`` the old file is still there, unless only the sync of the folder failed.
     """
     target = Path(path)
-    temporary = _write_beside(target, data, mode)
+    temporary = _write_beside(target, data, mode, sync=durable)
     try:
         try:
             os.replace(temporary, target)  # noqa: PTH105
@@ -39,7 +41,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600
     except BaseException:
         _remove_quietly(temporary)
         raise
-    fsync_directory(target.parent)
+    if durable:
+        fsync_directory(target.parent)
 
 
 def create_exclusive(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600) -> bool:
@@ -83,7 +86,7 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _write_beside(target: Path, data: bytes, mode: int) -> Path:
+def _write_beside(target: Path, data: bytes, mode: int, *, sync: bool = True) -> Path:
     """Write and sync a new file in the folder of ``target``; same folder means same file system."""
     temporary = target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -91,7 +94,8 @@ def _write_beside(target: Path, data: bytes, mode: int) -> Path:
     try:
         try:
             write_all(descriptor, data)
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)  # may raise: some file systems report a failed write only here
     except BaseException:

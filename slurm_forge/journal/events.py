@@ -53,8 +53,10 @@ __all__ = [
     "RequeueIntended",
     "ResumeCompared",
     "Resumed",
+    "StallSeen",
     "StepSkipped",
     "StopAgreed",
+    "StretchesLearned",
     "Submitted",
     "UserAsked",
 ]
@@ -87,10 +89,11 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStarted:
-    """All ranks of a launch were started."""
+    """All ranks of a launch were started; ``start`` is a word of ``Start``."""
 
     world_size: int
     nodes: tuple[str, ...] = ()
+    start: str = "cold"
     kind: Literal["launch_started"] = "launch_started"
 
 
@@ -289,6 +292,32 @@ class NoticeSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StallSeen:
+    """The launch stands still: who is late (nobody where all wait for each other), and where.
+
+    ``since_s`` is how long they have been where they are, ``limit_s`` what was allowed.  ``files``
+    hold their stacks, relative to the run.
+    """
+
+    step: int
+    late_ranks: tuple[int, ...]
+    late_hosts: tuple[str, ...]
+    since_s: float
+    limit_s: float
+    evidence: tuple[Evidence, ...] = ()
+    files: tuple[str, ...] = ()
+    kind: Literal["stall_seen"] = "stall_seen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StretchesLearned:
+    """The longest that ranks have stayed in one place and went on, by kind of place."""
+
+    seconds: dict[str, float]
+    kind: Literal["stretches_learned"] = "stretches_learned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAgreed:
     """All ranks know where to stop.  ``seconds`` is from the notice to the agreed target."""
 
@@ -389,6 +418,8 @@ Event = Annotated[
     | Recovered
     | NoticeSeen
     | StopAgreed
+    | StallSeen
+    | StretchesLearned
     | IncidentSeen
     | DecisionTaken
     | ProbeMeasured

@@ -209,6 +209,8 @@ def advance(state: RunState, record: Record) -> RunState:
             return _in_attempt(
                 state, record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event))
             )
+        case ev.StretchesLearned():
+            return replace(state, stretches=tuple(sorted(event.seconds.items())))
         case ev.ProbeMeasured():
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():

@@ -121,6 +121,8 @@ class RunState:
     #: Attempt and launch that ended in an instability, the last one: what they or earlier ones
     #: wrote is only used if it is known.
     unstable: tuple[int, int] | None = None
+    #: The longest stretches of the last launch that told them, by kind: for the watchdog's limits.
+    stretches: tuple[tuple[str, float], ...] = ()
 
     def times(self, cause: Cause, rung: int | None) -> int:
         """How much of a rung's budget is used (None: how often a hook decided beside them)."""

@@ -71,7 +71,8 @@ class JournalWriter:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = run.journal
-        self._attempt = attempt
+        #: The attempt that writes.
+        self.attempt = attempt
         self._writer = writer
         self._clock = clock
         self._sequence = 0
@@ -90,7 +91,7 @@ class JournalWriter:
         sync = isinstance(event, _DURABLE) if durable is None else durable
         with self._lock:
             record = Record(
-                attempt=self._attempt,
+                attempt=self.attempt,
                 launch=self.launch,
                 sequence=self._sequence,
                 time=self._clock(),
@@ -125,7 +126,7 @@ class JournalWriter:
     def _append(self, line: bytes, sync: bool) -> None:
         if self._file is None:
             make_private_directory(self._folder)
-            name = f"{self._attempt}-{self._writer}-{secrets.token_hex(4)}.jsonl"
+            name = f"{self.attempt}-{self._writer}-{secrets.token_hex(4)}.jsonl"
             self._file = AppendFile(self._folder / name)
             # Readers count once what is in two files.
             self._owed = list(self._unsynced)

@@ -63,11 +63,13 @@ def bring_back(
     file: RunFile,
     exclude: Sequence[str] = (),
     asked: Asked = _AS_IT_IS,
+    unless: Callable[[RunState, JobRecord | None], str | None] | None = None,
 ) -> Brought:
     """A person asks for the run to go on: release its job, or submit the run again.
 
     ``asked`` is kept as what the run asks for from now on; a job that runs can't be given it
-    (``RunDirectoryError``).
+    (``RunDirectoryError``).  ``unless`` is asked when nobody else can act any more: a text is why
+    nothing is to be done after all.
     Asking twice never makes two jobs on one host.  Where two hosts ask in the same second both may
     submit; then the later start fences the other, and no step counts twice.
     """
@@ -81,7 +83,11 @@ def bring_back(
         now = changed(file.job, asked)  # what can't be is told before anything is done
         record = _record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
-            record = _successor(run, slurm)
+            record = _successor(run, slurm) or record
+        if unless is not None and (why := unless(state, record)) is not None:
+            return Brought(state.job, why, changed=False)
+        if record is not None and record.state not in PENDING_LIKE | ACTIVE:
+            record = None
         if record is not None and (_is_held(record) or record.state in PENDING_LIKE):
             return _go_on(run, state, record, slurm, file, asked)
         ending = record is not None and record.state is JobState.COMPLETING

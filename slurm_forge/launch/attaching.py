@@ -138,6 +138,7 @@ class Attachment:
             channel=knobs.channel,
             nonce=knobs.nonce,
             launch_started=knobs.started,
+            attempt=knobs.attempt,
             keys=self._keys(run.name),
         )
 
@@ -188,6 +189,7 @@ class Attachment:
             channel=embedded.rendezvous.channel,
             nonce=embedded.rendezvous.nonce,
             survives_abort=True,
+            attempt=embedded.rendezvous.attempt,
             keys=self._keys(run.name),
         )
 
@@ -215,7 +217,12 @@ class Attachment:
         if found is None:
             _nothing_to_do(run, None)
         return self._worker.open_rank(
-            run, place, channel=found.channel, nonce=found.nonce, keys=self._keys(run.name)
+            run,
+            place,
+            channel=found.channel,
+            nonce=found.nonce,
+            attempt=found.attempt,
+            keys=self._keys(run.name),
         )
 
     # -- the run -----------------------------------------------------------------------------

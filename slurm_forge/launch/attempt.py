@@ -27,12 +27,13 @@ from slurm_forge.journal.events import (
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.recovery import LaunchFacts, classify, decide
-from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt
+from slurm_forge.recovery.seats import Room
+from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.decision import Action, Decision, Start
 
 __all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
 
@@ -63,6 +64,7 @@ class Attempt:
     launch: int = 0
     #: What was decided about the attempt before, where that keeps this one from training.
     verdict: Decision | None = None
+    _warnings: int = 0
 
     @property
     def fence(self) -> Fence:
@@ -74,7 +76,7 @@ class Attempt:
         records, _ = read_journal(self.run, thin=True)
         return fold(records)
 
-    def next_launch(self, hub: Hub, nodes: tuple[str, ...] = ()) -> None:
+    def next_launch(self, hub: Hub, nodes: tuple[str, ...] = (), start: Start = Start.COLD) -> None:
         """Number the launch, brief the ranks that will join ``hub``.
 
         ``FencedError`` if another attempt has taken over since the launch before.
@@ -82,6 +84,7 @@ class Attempt:
         if self.launch > 0:
             self.fence()
         self.launch += 1
+        mark_launch(self.run, self.claim.attempt, self.launch)
         self.journal.launch = self.launch
         state = self.state()
         brief = LaunchBrief(
@@ -95,10 +98,12 @@ class Attempt:
             ),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
-        self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes))
+        self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes, start=start.value))
 
-    def conclude(self, facts: LaunchFacts) -> Decision | None:
+    def conclude(self, facts: LaunchFacts, room: Room | None = None) -> Decision | None:
         """Journal how the launch ended; the decision, or None when the run is finished.
+
+        ``room`` is what is left of the allocation, where the job outlives nodes that it loses.
 
         ``FencedError`` if another attempt has taken over: then it is not ours to judge.
         """
@@ -136,6 +141,7 @@ class Attempt:
             time=time_asked(self.file.job, record),
             nodes=state.plan.nodes or nodes_asked(self.file.job),
             now=facts.now.timestamp(),
+            room=room,
         )
         full = self._cannot_write(DecisionTaken(decision=decision)) or full
         if full is not None and not _unlimited(policy, decision):
@@ -147,6 +153,23 @@ class Attempt:
                 f"slurm-forge requeue {self.run.name}",
             ) from full
         return decision
+
+    def only_warns(self, facts: LaunchFacts) -> bool:
+        """Whether the ladder has nothing but a warning for it: then that is written down.
+
+        For what the launch goes on with all the same, as it may with a standstill.
+        """
+        self._warnings += 1
+        incident = classify(facts, f"{self.claim.attempt}.{self.launch}.warning{self._warnings}")
+        policy = self.file.job.recovery
+        if all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
+            return False
+        decision = decide(policy, self.state(), incident, in_process=True)
+        if decision.action is not Action.WARN:
+            return False
+        return not self._cannot_write(
+            IncidentSeen(incident=incident), DecisionTaken(decision=decision)
+        )
 
     def _decided(self, facts: LaunchFacts) -> Decision | None:
         """What rank 0 has decided on and written down before it gave the launch up, if it has.

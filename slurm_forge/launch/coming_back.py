@@ -19,8 +19,9 @@ from slurm_forge.launch.ladder import Comeback, Ladder
 from slurm_forge.launch.leaving import open_ledger, partition_of
 from slurm_forge.launch.update import arguments_for, update_for
 from slurm_forge.recovery.nodes import spared
+from slurm_forge.recovery.sooner import Soon, sooner
 from slurm_forge.slurm.client import JobUpdate, Slurm
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord
 from slurm_forge.vocabulary.decision import Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -61,7 +62,8 @@ class ComingBack:
         self._avoider: Avoider | None = None
         self._there: frozenset[str] | None = None
         self._problems: list[str] = []
-        self._kill_wait: timedelta | None = None
+        self._config: ConfigRecord | None = None
+        self._soon: Soon | None = None
         self._config_asked = threading.Event()
         self._asking: threading.Thread | None = None
         self._asked = False
@@ -77,7 +79,7 @@ class ComingBack:
         """slurm.conf's KillWait; None where Slurm does not say so within a moment."""
         if self._asking is not None:
             self._config_asked.wait(_MOMENT_S)
-        return self._kill_wait
+        return None if self._config is None else self._config.kill_wait
 
     def strike(self, decision: Decision) -> None:
         """Note in the ledger what the incident says against the nodes that it started on."""
@@ -90,13 +92,19 @@ class ComingBack:
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(struck)
 
-    def must_leave(self, decision: Decision) -> bool:
-        """Whether the allocation holds a node that is to be left out: that can't be done here."""
-        mine = set(self._nodes)
-        if mine & set(self._spared(decision)):
-            return True
+    def avoided(self, decision: Decision) -> frozenset[str]:
+        """Nodes of the allocation that are to be left out: others must take their seats, or the
+        run has to leave.
+        """
+        mine = frozenset(self._nodes)
         avoider = self._ledger()
-        return avoider is not None and bool(mine & set(avoider.struck_here()))
+        struck = () if avoider is None else avoider.struck_here()
+        return mine & {*self._spared(decision), *struck}
+
+    def doubted(self) -> tuple[str, ...]:
+        """Nodes that the ledger speaks against now, the worst first."""
+        avoider = self._ledger()
+        return () if avoider is None else avoider.nodes_to_avoid()
 
     def come_back(self, decision: Decision, *, urgent: bool = False) -> Comeback:
         """Requeue or submit a successor, with what the plan changes; raises only a fence.
@@ -117,7 +125,19 @@ class ComingBack:
             update,
             wait=timedelta(seconds=decision.wait_s),
             arguments=lambda: arguments_for(update(), job),
+            soon=self._sooner,
         )
+
+    def _sooner(self) -> timedelta | None:
+        """How far ahead the next start may be, while our own end is not reached yet."""
+        if self._attempt.file.shorten_requeue:
+            self._soon = sooner(self._config, self._attempt.state().attempts)
+        return None if self._soon is None else self._soon.at_worst
+
+    def leave(self) -> None:
+        """The very last act: nothing of ours runs any more, so the next start may come soon."""
+        if self._soon is not None:
+            self._ladder.start_soon(self._soon.at_end)
 
     def hold(self, reason: str) -> Comeback:
         """Leave it to a person; raises only a fence."""
@@ -139,7 +159,7 @@ class ComingBack:
             if change.parameter == "exclude_nodes"
             for name in set(change.new.split(",")) - set(change.old.split(","))
         }
-        needed = plan.nodes or wanted.nodes
+        needed = (plan.nodes or wanted.nodes) + wanted.spares
         return spared(plan.exclude_nodes, self._there, needed, tuple(newest))
 
     def _without_avoided(
@@ -154,7 +174,7 @@ class ComingBack:
         complete = avoider.excluded(
             record.excluded_nodes,
             also=plan.exclude_nodes,
-            needed=plan.nodes,
+            needed=plan.nodes and plan.nodes + self._attempt.file.job.resources.spares,
             ours=names_added(records),
         )
         update = replace(update or JobUpdate(), exclude_nodes=complete)
@@ -181,7 +201,7 @@ class ComingBack:
         self._asked = True
         attempt = self._attempt
         with contextlib.suppress(ForgeError):
-            self._kill_wait = self._slurm.show_config().kill_wait
+            self._config = self._slurm.show_config()
         self._config_asked.set()
         try:
             self._there = partition_of(self._slurm, self._partition)

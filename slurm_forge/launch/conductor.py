@@ -26,6 +26,7 @@ from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
@@ -57,6 +58,7 @@ class Conductor:
         save_file: Path,
         launched: Launched | None,
         stays: bool = False,
+        only_warns: Callable[[LaunchFacts], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
@@ -67,6 +69,7 @@ class Conductor:
         self._stop_file = stop_file
         self._save_file = save_file
         self._launched = launched
+        self._only_warns = only_warns
         self._clock = clock
         self._now = now
         self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -81,6 +84,14 @@ class Conductor:
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+        self._watchdog = Watchdog(
+            hub,
+            timing.hang,
+            clock,
+            attempt=journal.attempt,
+            launch=journal.launch,
+            learned=dict(timing.stretches),
+        )
 
     def signal(self, name: str) -> None:
         """The batch step itself got a signal."""
@@ -102,6 +113,9 @@ class Conductor:
             self._look()
         self._last_query()
         self._seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
+        return self._facts()
+
+    def _facts(self) -> LaunchFacts:
         return self._seen.facts(
             self._hub.members(),
             now=self._now(),
@@ -110,6 +124,8 @@ class Conductor:
             late=self._judge.failed,
             job_now=self._watch.latest,
             launched=self._launched,
+            clock=self._clock(),
+            witnesses={rank: view.heard for rank, view in self._hub.witnesses().items()},
         )
 
     # -- hearing -----------------------------------------------------------------------------
@@ -150,6 +166,7 @@ class Conductor:
                 seen.said_goodbye.add(rank)
                 seen.stopped = message if rank == 0 or seen.stopped is None else seen.stopped
             case p.Committed():
+                self._watchdog.saved(message.seconds)
                 self._pace.committed(
                     self._clock(),
                     blocked=timedelta(seconds=message.blocked_s),
@@ -183,6 +200,8 @@ class Conductor:
                 self._left_out.said(rank, message.step, self._clock())
             case p.ProbeArrived() | p.ProbeDone():
                 self._judge.hear(rank, message)
+            case p.Lasted() | p.Stacks():
+                self._watchdog.hear(rank, message)
             case _:
                 pass
 
@@ -261,7 +280,25 @@ class Conductor:
                 if not measured.ok:
                     self._seen.feel_pulse(self._hub.members(), measured, now)
                     self._end()
+        self._watch_for_stalls(now)
         self._ending.look(now)
+
+    def _watch_for_stalls(self, now: float) -> None:
+        """Not once the launch is ending: a stop that does not come has its own deadline."""
+        seen = self._seen
+        if seen.stop_asked is not None or seen.ending_since is not None:
+            return
+        told = self._watchdog.look(now, seen.said_goodbye)
+        if told is not None:
+            self._note(told)
+        if self._watchdog.stalled is None:
+            return
+        seen.stalled = self._watchdog.stalled
+        if self._only_warns(self._facts()):
+            seen.stalled = None
+            self._watchdog.forgive()
+        else:
+            self._end()
 
     def _undisturbed(self) -> bool:
         """Whether the launch goes on and nobody has left it: else nothing new is asked for."""

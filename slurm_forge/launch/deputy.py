@@ -23,6 +23,7 @@ from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.ladder import Ladder
+from slurm_forge.launch.second_deputy import batch_node_lost, lost_with_its_node
 from slurm_forge.launch.update import (
     arguments_for,
     memory_asked,
@@ -32,6 +33,7 @@ from slurm_forge.launch.update import (
 )
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import supervisor_lost
+from slurm_forge.recovery.sooner import sooner
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
@@ -43,6 +45,9 @@ from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.decision import Action, Decision
 
 __all__ = ["bring_back", "main"]
+
+#: For a rank that is not rank 0.
+SECOND = "--second"
 
 #: We are ended KillWait (30 s by default) after the supervisor was: no time for long questions.
 _PER_CALL = timedelta(seconds=5)
@@ -58,16 +63,23 @@ def bring_back(
     launch: int,
     job: str,
     slurm: Slurm,
+    second: bool = False,
     lives: Callable[[Claim], bool] | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
     """Write down that the supervisor is gone, decide, and act; what became of it.
 
-    Does nothing where it had ended on purpose, or where a newer attempt owns the run.
+    Does nothing where it had ended on purpose, or where a newer attempt owns the run.  ``second``:
+    only where the node of the supervisor is lost, and with it whoever comes before us.
     """
     fence = Fence(run, attempt)
     fence()
     claim = newest_claim(run)
+    if second and not (
+        claim is not None
+        and batch_node_lost(run, claim, launch=launch, job=job, slurm=slurm, pause=pause)
+    ):
+        return "nothing to do: others see to it"
     records, _ = read_journal(run, thin=True)
     state = fold(records)
     mine = next((each for each in state.attempts if each.number == attempt), None)
@@ -75,8 +87,8 @@ def bring_back(
     settled = mine is None or mine.ended is not None or state.incident(incident_id) is not None
     if run.is_done() or settled or claim is None or (lives or _lives)(claim):
         return "nothing to do"
-    record = _told(slurm, job, pause)
-    if not _sure(claim, record):
+    record = _told(slurm, job, pause) if not second else None
+    if not second and not _sure(claim, record):
         return "nothing to do: Slurm says that the job runs"
     newest = mine.launches[-1] if mine is not None and mine.launches else None
     incident = supervisor_lost(
@@ -86,13 +98,16 @@ def bring_back(
         step=None if newest is None else newest.step,
         restart_count=claim.restart_count,
     )
+    if second:
+        incident = lost_with_its_node(incident, claim)
     journal = JournalWriter(run, attempt=attempt, writer="deputy", launch=launch)
     try:
         # A full disk must not keep the run from coming back.
         with contextlib.suppress(OSError):
             journal.write(LaunchEnded(outcome=incident.cause.value, step=incident.step))
             journal.write(IncidentSeen(incident=incident))
-        spec = read_run_file(run.spec_file).job
+        file = read_run_file(run.spec_file)
+        spec = file.job
         decision = decide(
             spec.recovery,
             state,
@@ -116,7 +131,15 @@ def bring_back(
             fence=fence,
             patience=_PATIENCE,
         )
-        outcome = _act(decision, ladder, spec, record)
+
+        def soon() -> timedelta | None:
+            with contextlib.suppress(ForgeError):
+                config = slurm.show_config() if file.shorten_requeue else None
+                ahead = sooner(config, state.attempts)
+                return None if ahead is None else ahead.at_worst
+            return None
+
+        outcome = _act(decision, ladder, spec, record, soon)
         with contextlib.suppress(OSError):
             journal.write(AttemptEnded(outcome=outcome), durable=True)
         return f"{decision.reason}: {outcome}"
@@ -159,7 +182,13 @@ def _lives(claim: Claim) -> bool:
         return False
 
 
-def _act(decision: Decision, ladder: Ladder, job: JobSpec, record: JobRecord | None) -> str:
+def _act(
+    decision: Decision,
+    ladder: Ladder,
+    job: JobSpec,
+    record: JobRecord | None,
+    soon: Callable[[], timedelta | None],
+) -> str:
     outcome = decision.action.value
     if decision.action is Action.HOLD:
         outcome = ladder.hold(decision.reason).taken.value
@@ -170,18 +199,21 @@ def _act(decision: Decision, ladder: Ladder, job: JobSpec, record: JobRecord | N
             update,
             wait=timedelta(seconds=decision.wait_s),
             arguments=arguments_for(update, job),
+            soon=soon,
         )
         outcome = comeback.taken.value
     return str(outcome)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN``; attempt and launch are in the environment that the supervisor gave its ranks."""
+    """``RUN [--second]``; attempt and launch are in the environment that ranks were given."""
     for number in SAVE_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The rank had blocked them, so that none could come in between.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    second = SECOND in arguments
+    arguments = [each for each in arguments if each != SECOND]
     knobs = Knobs.from_environ(os.environ)
     environment = SlurmEnvironment.from_environ(os.environ)
     if len(arguments) != 1 or environment is None:
@@ -194,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             attempt=knobs.attempt,
             launch=knobs.launch,
             job=environment.job_ref,
+            second=second,
             slurm=SubprocessSlurm.of_this_process().with_timeout(_PER_CALL),
         )
     except FencedError as error:

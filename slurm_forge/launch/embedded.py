@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.errors import FencedError, RunDirectoryError
+from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
 from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt
 from slurm_forge.launch.conductor import Conductor
@@ -30,6 +30,7 @@ from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.sooner import sooner
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.vocabulary.decision import Action, Decision
@@ -154,6 +155,7 @@ class Embedded:
             stop_file=run.stop_file,
             save_file=run.save_file,
             launched=None,
+            only_warns=self._attempt.only_warns,
         )
         if self._lifeline is not None:
             self._lifeline.await_cut(conductor.stop)
@@ -193,7 +195,9 @@ class Embedded:
             else:
                 update = update_for(self._decision, self._attempt.file.job, self._watch.latest)
                 wait = timedelta(seconds=self._decision.wait_s)
-                climbed = self._ladder(self._slurm).climb(self._decision.reason, update, wait=wait)
+                climbed = self._ladder(self._slurm).climb(
+                    self._decision.reason, update, wait=wait, soon=self._sooner
+                )
                 outcome = climbed.taken.value
         else:
             code = 1
@@ -202,6 +206,17 @@ class Embedded:
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {self._decision.reason}: {outcome}\n")
         self._leave(code)
+
+    def _sooner(self) -> timedelta | None:
+        """The ranks end after this one, and nobody is left to say when: the longest of all."""
+        attempt = self._attempt
+        if self._slurm is None or not attempt.file.shorten_requeue:
+            return None
+        try:
+            soon = sooner(self._slurm.show_config(), attempt.state().attempts)
+        except ForgeError:
+            return None
+        return None if soon is None else soon.at_worst
 
     def _ladder(self, slurm: Slurm) -> Ladder:
         return Ladder(

@@ -23,7 +23,7 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["gathered", "tail_of"]
+__all__ = ["gathered", "left_behind", "tail_of"]
 
 _PATIENCE = timedelta(seconds=4)
 _TAIL = 1 << 16
@@ -57,20 +57,33 @@ def gathered(
     facts = _with_last_words(facts, run, attempt, launch)
     if batch_output is not None and (facts.batch_signals or facts.rank_signals):
         facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
-    if not facts.lost:
+    missed = (*facts.lost, *(facts.mute if facts.outlives_nodes else ()))
+    if not missed:
         return facts
     facts = _with_output(facts, output_of, f"{attempt}.{launch}")
     urgent = facts.rank_signals or facts.batch_signals or facts.due_time_limit
+    if _agents_know(facts):
+        return facts
     if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
     asked = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
-    hosts = tuple(dict.fromkeys(lost.host for lost in facts.lost if lost.host != "?"))
+    hosts = tuple(dict.fromkeys(each.host for each in missed if each.host != "?"))
     with contextlib.suppress(ForgeError, ValueError):
         facts = replace(facts, nodes=asked.show_nodes(hosts))
     if not facts.failures and not any(node.is_down for node in facts.nodes):
         with contextlib.suppress(ForgeError):
             facts = replace(facts, rows=_newest_step(asked.accounting(job), since))
     return facts
+
+
+def _agents_know(facts: LaunchFacts) -> bool:
+    """Whether the parents of all lost ranks are there to say how each ended: their nodes live, and
+    the step goes on, so that Slurm has nothing to add.
+    """
+    told = {end.rank for end in facts.ends}
+    return "Job step aborted" not in facts.launcher_text and all(
+        lost.rank in told for lost in facts.lost
+    )
 
 
 def tail_of(path: Path, *, since: int = 0, most: int = _TAIL) -> str:
@@ -100,23 +113,30 @@ def _of_launch(text: str, which: str) -> str:
     return said if named.strip() == which else ""
 
 
-def _with_last_words(
-    facts: LaunchFacts, run: RunDirectory, attempt: int, launch: int
-) -> LaunchFacts:
+def left_behind(run: RunDirectory, *, attempt: int, launch: int) -> tuple[RankFailure, ...]:
     """The words of ranks that could not say them over the channel any more."""
-    said = {failure.rank for failure in facts.failures}
     known = {cause.value for cause in Cause}
-    hosts = {lost.rank: lost.host for lost in facts.lost}
-    found = [
+    return tuple(
         RankFailure(
             rank=words.rank,
-            host=hosts.get(words.rank, words.host),
+            host=words.host,
             cause=Cause(words.cause) if words.cause in known else Cause.UNKNOWN,
             step=words.step,
             text=words.text,
             micro_batch=words.micro_batch or None,
         )
         for words in read_last_words(run, attempt, launch)
+    )
+
+
+def _with_last_words(
+    facts: LaunchFacts, run: RunDirectory, attempt: int, launch: int
+) -> LaunchFacts:
+    said = {failure.rank for failure in facts.failures}
+    hosts = {lost.rank: lost.host for lost in facts.lost}
+    found = [
+        replace(words, host=hosts.get(words.rank, words.host))
+        for words in left_behind(run, attempt=attempt, launch=launch)
         if words.rank not in said
     ]
     if not found:

@@ -405,11 +405,15 @@ class _Job:
             if decision.cause not in _URGENT:
                 self._back.strike(decision)
             long = decision.wait_s > _LONGEST_PAUSE_S
-            if staying and not long and not self._back.must_leave(decision):
+            if staying and not long and not self._holds_avoided(decision):
                 started.clear()
                 self._signals.wait(decision.wait_s)
                 continue
             return self._go(decision, started)
+
+    def _holds_avoided(self, decision: Decision) -> bool:
+        """Whether the allocation holds a node that is to be left out: that can't be done here."""
+        return not self._back.avoided(decision).isdisjoint(self._environment.nodes)
 
     def _learn_the_limit(self) -> None:
         """How long before the end the program is told rests on the job's own time limit."""
@@ -454,6 +458,7 @@ class _Job:
         _say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
         if given_back:
             self._signals.wait_for_the_end(_ENDED_WITHIN_S)
+        self._back.leave()
         return (self._status or 1) if decision.action is Action.RAISE else 0
 
 

@@ -101,6 +101,9 @@ class Ladder:
         self._sleep = sleep
         self._clock = clock
         self._patience = patience.total_seconds()
+        self._soon: Callable[[], timedelta | None] | None = None
+        #: Once requeued: before when it is not to start, on this ladder's clock.
+        self._back: float | None = None
 
     def climb(
         self,
@@ -109,14 +112,18 @@ class Ladder:
         *,
         wait: timedelta = timedelta(0),
         arguments: Sequence[str] | Callable[[], Sequence[str]] = (),
+        soon: Callable[[], timedelta | None] | None = None,
     ) -> Comeback:
         """Requeue, or submit a successor where that can't work.  Idempotent; raises only a fence.
 
         ``update`` is applied to the pending job (excluded nodes, memory) once it is in the queue;
         ``arguments`` are the same for the sbatch of a successor: both are asked for only then, when
         no time is lost by it.  It does not start before ``wait`` is over.  A job that was cancelled
-        meanwhile is left alone.
+        meanwhile is left alone.  ``soon`` says how far ahead it may start instead of after Slurm's
+        own delay: past the end of all that runs in it.  It is asked once the job is requeued.
         """
+        self._back = None
+        self._soon = soon
         self._check_fence()
         self._note(RequeueIntended(job=self._job, method=_REQUEUE, reason=reason))
         settled = self._settled()
@@ -132,6 +139,22 @@ class Ladder:
         if reply.outcome is RequeueOutcome.UNREACHABLE:
             return self._left_open(_REQUEUE, text)
         return self._succeed(text, update, wait, arguments)
+
+    def start_soon(self, ahead: timedelta) -> None:
+        """As the last act before this process ends: let the requeued job start so far from now.
+
+        Not before the ``wait`` that was asked for; nothing where the job was not requeued by this
+        ladder, or was not to start soon.  Where Slurm refuses it, its own delay counts.
+        """
+        if self._back is None:
+            return
+        left = timedelta(seconds=max(0.0, self._back - self._clock()))
+        self._begin_in(max(ahead, left))
+
+    def _begin_in(self, ahead: timedelta) -> None:
+        """On its own: what else is asked for must not be lost where a site refuses this."""
+        with contextlib.suppress(SlurmCommandError):
+            self._quick.update_job(self._job, JobUpdate(start_after=ahead))
 
     def hold(self, reason: str) -> Comeback:
         """Put the job into the queue, held, with the reason beside it; raises only a fence.
@@ -212,6 +235,11 @@ class Ladder:
         wait: timedelta,
     ) -> Comeback:
         self._note(RequeueDone(job=self._job, method=method))
+        ahead = self._soon() if method == _REQUEUE and self._soon is not None else None
+        if ahead is not None:
+            self._back = self._clock() + wait.total_seconds()
+            if wait <= timedelta(0):
+                self._begin_in(ahead)
         changes = update() if callable(update) else update
         self._update(self._job, _waiting(changes, wait))
         return Comeback(Taken.REQUEUED, text)

@@ -92,7 +92,7 @@ def leaving(
             now,
             rules,
             partition=partition,
-            needed=job.resources.nodes if needed is None else needed,
+            needed=job.resources.allocation if needed is None else needed,
             excluded=fixed,
             spared=wanted,
         )

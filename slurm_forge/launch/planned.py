@@ -75,7 +75,7 @@ def _left_out(
     return spared(
         plan.exclude_nodes,
         _partition(slurm, names),
-        plan.nodes or job.resources.nodes,
+        (plan.nodes or job.resources.nodes) + job.resources.spares,
         newest=newest,
         excluded={*also, *(names_in(job.resources.exclude) or ())},
     )

@@ -10,6 +10,7 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
+from slurm_forge.launch.evidence import left_behind
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import Ending, cause_of_ending
@@ -50,7 +51,9 @@ def post_mortem(
     told = state.incident(incident_id) is not None
     if told or (newest is not None and newest.ended is not None):
         return None  # it was killed after it had said what became of it
-    ending = _ending(last, claim, slurm)
+    ending = replace(
+        _ending(last, claim, slurm), left=left_behind(run, attempt=last.number, launch=launch)
+    )
     if not ending.restarted and ending.record is not None and ending.record.state in ACTIVE:
         return None  # another job, which is fenced from now on, and has not ended
     # Slurm may have taken its time: whoever claimed the run since finds it out, or has done so.

@@ -16,6 +16,7 @@ from slurm_forge.launch.convention import Forwarding, starts_steps
 from slurm_forge.launch.process_tree import below, read_marked, read_processes
 from slurm_forge.launch.program_end import status_of
 from slurm_forge.launch.teeing import Tail, open_stream
+from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.program import NotifyTo, ProgramSpec
 
@@ -172,6 +173,10 @@ class ProgramProcess:
     def tail(self) -> str:
         """The last of its output."""
         return self._tail.text()
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        """Nothing: what ranks there may be are somebody else's."""
+        return ()
 
     def _hear(self, line: str) -> None:
         if self._done is not None and self._done.search(line):

@@ -59,7 +59,7 @@ def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
     lead = int(lead_time(job, limit).total_seconds())
     chosen: list[tuple[str, object | None]] = [
         ("job-name", job.name),
-        ("nodes", wanted.nodes),
+        ("nodes", wanted.allocation),
         ("ntasks-per-node", wanted.tasks_per_node),
         ("cpus-per-task", wanted.cpus_per_task),
         ("gpus-per-node", wanted.gpus_per_node),
@@ -76,6 +76,7 @@ def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
         ("reservation", wanted.reservation),
         ("signal", f"USR2@{lead}" if warn else None),
         ("requeue", ""),
+        ("no-kill", "" if job.outlives_nodes else None),
         ("open-mode", "append"),
         ("output", str(run.submissions / "%x-%j.out")),
     ]

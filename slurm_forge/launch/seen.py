@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -10,10 +10,20 @@ from typing import Protocol
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.journal.events import ProbeMeasured
-from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.launch_facts import (
+    Heartbeat,
+    LaunchFacts,
+    LostRank,
+    RankFailure,
+    WorkerEnd,
+)
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
+
+#: Heartbeats come every second.
+_MUTE_S = 4.0
 
 
 class Launched(Protocol):
@@ -27,6 +37,9 @@ class Launched(Protocol):
 
     def tail(self) -> str:
         """The last lines of the launcher's own output."""
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        """How ranks ended, where somebody but the launcher's output tells; in that order."""
 
 
 @dataclass(slots=True)
@@ -61,6 +74,8 @@ class Seen:
     aborted: bool = False
     #: The late ranks when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
+    #: The watchdog's verdict.
+    stalled: Stall | None = None
     #: Ranks that had not joined when they were waited for no longer.
     absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
@@ -90,6 +105,19 @@ class Seen:
             if rank in late.late_ranks
         )
 
+    def _mute(
+        self, members: Mapping[int, MemberView], heard: Mapping[int, float], clock: float
+    ) -> Iterator[LostRank]:
+        """Ranks whose connection is there still, with nobody at the other end of it.
+
+        A node that loses power closes none.  ``heard`` is when witnesses spoke last: that of a
+        frozen rank does.
+        """
+        for rank, member in sorted(members.items()):
+            silent = clock - max(member.heard, heard.get(rank, 0.0)) > _MUTE_S
+            if member.connected and silent and rank not in self.said_goodbye:
+                yield LostRank(rank, member.host)
+
     def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
 
@@ -111,8 +139,13 @@ class Seen:
         late: ProbeMeasured | None,
         job_now: JobRecord | None,
         launched: Launched | None,
+        clock: float | None = None,
+        witnesses: Mapping[int, float] | None = None,
     ) -> LaunchFacts:
-        """Everything that classification rests on, as one value."""
+        """Everything that classification rests on, as one value.
+
+        ``clock`` is the hub's now, ``witnesses`` when that of each rank was last heard on it.
+        """
         step = max((member.step for member in members.values()), default=None)
         if self.stopped is not None:
             step = self.stopped.step
@@ -138,12 +171,20 @@ class Seen:
             failures=tuple(self.failures),
             lost=tuple(self.lost),
             absent=self.absent,
+            mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
             beats=self.beats,
+            stalled=self.stalled,
             probe_failed=late is not None,
             late_ranks=() if late is None else late.late_ranks,
             late_hosts=() if late is None else late.late_hosts,
             exit_status=None if launched is None else launched.poll(),
+            ends=() if launched is None else launched.ends(),
             launcher_text="" if launched is None else launched.tail(),
             decided=self.decided,
-            killed_for_memory=self.killed_for_memory,
+            killed_for_memory=self.killed_for_memory or _memory_of(launched),
         )
+
+
+def _memory_of(launched: Launched | None) -> str:
+    ends = () if launched is None else launched.ends()
+    return next((f"{end.memory} on {end.host}" for end in ends if end.memory), "")

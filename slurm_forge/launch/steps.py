@@ -9,9 +9,15 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path, PurePath
 from typing import IO
 
-__all__ = ["StepProcess", "srun_command"]
+from slurm_forge.recovery.launch_facts import WorkerEnd
+from slurm_forge.recovery.seats import Seats
+from slurm_forge.slurm.nodelist import fold_nodes
+
+__all__ = ["StepProcess", "srun_command", "takes_seat_file"]
 
 _TAIL_LINES = 60
 
@@ -20,30 +26,54 @@ def srun_command(
     payload: Sequence[str],
     *,
     options: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    seats: Seats | None = None,
+    seat_file: Path | None = None,
     tasks: int | None = None,
     again: bool = False,
 ) -> tuple[str, ...]:
     """The argument list that starts every rank.
 
     ``--kill-on-bad-exit=1``: without it a dead rank leaves the others hanging (srun man page).
-    ``--no-kill=off`` undoes a job-wide ``--no-kill`` that would disable it.  ``tasks`` is for a job
-    that came back on other nodes than its script asks for.  ``again``: a step of this job may not
-    have gone, as far as Slurm knows (its daemon was killed), and must not be waited for.
+    ``seats`` are those of a launch that does not take all nodes of the job, which then has
+    ``--no-kill``; ``--no-kill=off`` undoes it for the step, where it would disable the other option
+    (man page).  ``seat_file`` names the node of each rank, where Slurm's own order is another.
+    ``tasks`` is for a job that came back on other nodes than its script asks for.  ``again``: a
+    step of this job may not have gone, as far as Slurm knows (its daemon was killed), and must not
+    be waited for.
     """
     overlap = ("--overlap",) if again else ()
-    number = () if tasks is None else (f"--ntasks={tasks}",)
-    excluded = ("--exclude=" + ",".join(exclude),) if exclude else ()
+    if seats is not None:
+        number = _placed(seats, seat_file)
+    else:
+        number = () if tasks is None else (f"--ntasks={tasks}",)
     return (
         "srun",
         "--kill-on-bad-exit=1",
         "--unbuffered",
         *overlap,
         *number,
-        *excluded,
         *options,
         *payload,
     )
+
+
+def takes_seat_file(seats: Seats, words: Sequence[str]) -> bool:
+    """Whether ranks must be placed one by one; not where somebody has said how to place them.
+
+    ``words`` are srun's, with the command behind them: an interpreter's ``-m`` says no such thing.
+    """
+    own = takewhile(lambda word: not PurePath(word).name.startswith("python"), words)
+    said = any(word.startswith(("--distribution", "-m")) for word in own)
+    return not seats.in_order and not said
+
+
+def _placed(seats: Seats, seat_file: Path | None) -> tuple[str, ...]:
+    several = (f"--nodes={len(seats.nodes)}", f"--ntasks={seats.tasks}", "--no-kill=off")
+    if seat_file is not None:
+        # By "arbitrary" the file's lines are the ranks, whatever the order of the nodes.
+        return (*several, f"--nodelist={seat_file}", "--distribution=arbitrary")
+    per_node = f"--ntasks-per-node={seats.tasks_per_node}"
+    return (*several, per_node, f"--nodelist={fold_nodes(seats.nodes)}")
 
 
 class StepProcess:
@@ -92,6 +122,14 @@ class StepProcess:
             return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        """Nothing: srun prints how its tasks end."""
+        return ()
+
+    def forget_tail(self) -> None:
+        """Another launch begins on the same step: what was printed before says nothing of it."""
+        self._tail.clear()
 
     def tail(self) -> str:
         """The last lines of its error output."""

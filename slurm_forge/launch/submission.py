@@ -77,6 +77,7 @@ def create_run(
         srun_options=tuple(site.srun_options),
         purge_after=None if storage is None else storage.purge_after,
         purge_basis=None if storage is None else storage.purge_basis,
+        shorten_requeue=site.shorten_requeue,
         node_ledger=site.node_ledger,
         job=job,
     )
@@ -109,7 +110,7 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 
 _SHOWN_DIFFERENCES = 10
 #: What of a job may be another at a later start: nothing that is computed follows from it.
-_MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "lead", "inject")
+_MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "watchdog", "lead", "inject")
 #: And of its resources: not how many ranks there are, nor what each of them has.
 _RESOURCES = (
     "mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist",

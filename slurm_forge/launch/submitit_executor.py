@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,17 @@ from slurm_forge.launch.submitit_script import Array, Successor, batch_script
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import read_run_file
 
 __all__ = ["ForgeExecutor"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How many spare nodes a job has, and whether it goes on without a node that it loses."""
+
+    spares: int = 0
+    outlives_nodes: bool = False
 
 
 class ForgeExecutor(SlurmExecutor):
@@ -68,10 +78,24 @@ class ForgeExecutor(SlurmExecutor):
         """Never chosen unasked where submitit's own Slurm executor is available (that is 2)."""
         return -1 if shutil.which("srun") is None else 1
 
+    #: Spare nodes of the runs that are made here.
+    _spare_nodes: int | None = None
+
+    @classmethod
+    def _valid_parameters(cls) -> set[str]:
+        """Submitit's, and ``forge_spare_nodes``: nodes beyond those of the ranks."""
+        return {*super()._valid_parameters(), "spare_nodes"}
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        if "spare_nodes" in kwargs:
+            self._spare_nodes = kwargs.pop("spare_nodes")
+        super()._internal_update_parameters(**kwargs)
+
     def _internal_process_submissions(
         self, delayed_submissions: list[utils.DelayedSubmission]
     ) -> list[core.Job[Any]]:
         runs = [self._as_run(delayed) for delayed in delayed_submissions]
+        self._room = self._room_of(runs)
         for run, delayed in zip(runs, delayed_submissions, strict=True):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             keep_payload(run, delayed.dump)
@@ -91,6 +115,13 @@ class ForgeExecutor(SlurmExecutor):
         function = delayed.function
         if isinstance(function, ForgeJob):
             run = RunDirectory.existing(function.run)
+            spares = read_run_file(run.spec_file).job.resources.spare_nodes
+            if self._spare_nodes not in (None, spares):
+                raise SubmissionError(
+                    f"the run {run.name} was made with {spares or 'no'} spare nodes, and "
+                    f"forge_spare_nodes={self._spare_nodes} asks for others",
+                    next_step="Leave forge_spare_nodes out; a run keeps what it was made with.",
+                )
             # The job may start in another folder than this process is in.
             delayed.function = ForgeJob(str(run.path))
             return run
@@ -112,6 +143,7 @@ class ForgeExecutor(SlurmExecutor):
                 "args": dict(delayed.kwargs),
                 "resources": {
                     "nodes": int(parameters.get("nodes", 1)),
+                    "spare_nodes": self._spare_nodes,
                     "tasks_per_node": int(parameters.get("ntasks_per_node") or 1),
                     # What a job that comes back is to leave out is added to these.
                     "exclude": parameters.get("exclude"),
@@ -129,6 +161,18 @@ class ForgeExecutor(SlurmExecutor):
         )
         delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run
+
+    @staticmethod
+    def _room_of(runs: list[RunDirectory]) -> _Room:
+        """What one job, or each task of an array, has to ask for."""
+        jobs = [read_run_file(run.spec_file).job for run in runs]
+        found = {_Room(job.resources.spares, job.outlives_nodes) for job in jobs}
+        if len(found) > 1:
+            raise SubmissionError(
+                "runs with and without spare nodes can't be tasks of one array",
+                next_step="Submit those with spare_nodes (or fewer_nodes) apart from the others.",
+            )
+        return found.pop()
 
     def _submit_one(self, delayed: utils.DelayedSubmission, run: RunDirectory) -> core.Job[Any]:
         self._subject = run.path
@@ -164,16 +208,27 @@ class ForgeExecutor(SlurmExecutor):
         """The script for when the job can't be started again: in its folder, for its run alone."""
         pickle = payload(run)
         subject = Successor(run.path, pickle, first=job.job_id, tasks=self._num_tasks())
-        return batch_script(subject, job.paths.folder, self.python, self.parameters)
+        return self._script(subject, job.paths.folder)
 
     #: What the submission under way is for.
     _subject: Path | Array | None = None
+    _room = _Room()
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         """Submitit's script, with the supervisor in the place of srun."""
         if self._subject is None:
             raise TypeError("only submit, batch and map_array make scripts")
-        return batch_script(self._subject, self.folder, self.python, self.parameters)
+        return self._script(self._subject, self.folder)
+
+    def _script(self, subject: Path | Array | Successor, folder: Path) -> str:
+        return batch_script(
+            subject,
+            folder,
+            self.python,
+            self.parameters,
+            spares=self._room.spares,
+            outlives_nodes=self._room.outlives_nodes,
+        )
 
 
 accept_slurm_names()

@@ -105,7 +105,11 @@ class _Stock:
         if found is None:
             return _summary(self._run)
         result = self._worker.run_rank(
-            self._run, self._place, channel=found.channel, nonce=found.nonce
+            self._run,
+            self._place,
+            channel=found.channel,
+            nonce=found.nonce,
+            attempt=found.attempt,
         )
         return _ended(self._run, self._worker, result)
 
@@ -150,6 +154,7 @@ class _Stock:
             channel=embedded.rendezvous.channel,
             nonce=embedded.rendezvous.nonce,
             survives_abort=True,
+            attempt=embedded.rendezvous.attempt,
         )
         embedded.wait_over()
         del result

@@ -51,14 +51,30 @@ class Successor:
 
 
 def batch_script(
-    subject: Path | Array | Successor, folder: Path, python: str, parameters: dict[str, Any]
+    subject: Path | Array | Successor,
+    folder: Path,
+    python: str,
+    parameters: dict[str, Any],
+    *,
+    spares: int = 0,
+    outlives_nodes: bool = False,
 ) -> str:
     """The script of a run, of an array of runs, or of the successor of one of them.
 
     ``folder`` is submitit's, ``python`` shell text, ``parameters`` are those of its executor.
+    ``spares`` are asked for beside the nodes of the ranks; ``outlives_nodes``: the job goes on
+    without one that it loses.
     """
     parameters = dict(parameters)
     extra = dict(parameters.get("additional_parameters") or {})
+    if {"no_kill", "no-kill"} & set(extra):
+        raise SubmissionError(
+            "additional_parameters can't hold no_kill: slurm_forge sets it where it can be used",
+            next_step="Ask for spare nodes instead: forge_spare_nodes=1.",
+        )
+    if outlives_nodes:
+        extra["no_kill"] = True
+        parameters["nodes"] = int(parameters.get("nodes") or 1) + spares
     if not {"no_requeue", "no-requeue"} & set(extra):
         extra.setdefault("requeue", True)
     if isinstance(subject, Successor):

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from slurm_forge.files import read_trusted
 from slurm_forge.journal import RunState
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
-    RELAUNCHING,
     REQUEUEING,
     TAKEN_OVER,
     Attempt,
@@ -36,22 +36,24 @@ from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.outputs import RankOutput, own_output
-from slurm_forge.launch.steps import StepProcess, srun_command
+from slurm_forge.launch.seating import Seating
+from slurm_forge.launch.standing import StandingStep, StepOptions
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.slurm_says import is_ending
+from slurm_forge.recovery.warmth import start_after
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.decision import Action, Decision, Start
 
 __all__ = ["main", "supervise"]
 
-#: After the last words ranks leave at once; srun reports it a moment later.
-_SRUN_RETURNS_S = 5.0
 _SCRIPT = "job.sbatch"
 _LONGEST_PAUSE_S = 120.0
 #: Time is short, and no node is to blame.
@@ -172,38 +174,62 @@ class _Supervisor:
         self._variables = variables
         self._watch = watch
         self._back = back
+        self._seating = Seating(
+            attempt,
+            environment,
+            slurm,
+            latest=lambda: watch.latest,
+            known=back.doubted,
+        )
         self._current = current
         self._launched_at = datetime.now(timezone.utc)
         #: What earlier starts of the job have left in the same file says nothing of this one.
         self._own_output = own_output()
+        self._step = StandingStep(
+            str(attempt.run.path), unwinds=trusts_process(attempt.file.job.recovery)
+        )
+        self._start = Start.COLD
 
     def run(self) -> int:
         if self._attempt.verdict is not None:
-            return self._go(self._attempt.verdict, None)
+            return self._go(self._attempt.verdict)
+        seats = self._seating.first()
         while True:
-            facts, step = self._launch()
-            decision = self._concluded(facts)
+            facts = self._launch(seats)
+            decision = self._concluded(facts, seats)
             if decision is None:
-                self._leave(step)
+                self._step.leave()
                 self._attempt.end("finished")
                 return 0
-            staying = decision.action in RELAUNCHING and _may_stay(facts)
+            staying = self._seating.stays(decision) and _may_stay(facts)
             if decision.cause not in _URGENT:
                 self._back.strike(decision)
             long = decision.wait_s > _LONGEST_PAUSE_S  # the queue is cheaper to wait in
-            if staying and not long and not self._back.must_leave(decision):
-                self._leave(step)
+            again = None
+            if staying and not long:
+                again = self._seating.next(self._back.avoided(decision))
+            if again is not None:
+                self._start = start_after(self._attempt.file.job.recovery, decision, facts)
+                self._tell(again.moved(seats), decision)
                 self._current.wait(decision.wait_s)
+                seats = again
                 continue
-            return self._go(decision, step)
+            return self._go(decision)
 
-    def _concluded(self, facts: LaunchFacts) -> Decision | None:
+    def _tell(self, moved: str, decision: Decision) -> None:
+        """Where the ranks are now, for whoever looks at the queue or the log of the job."""
+        if moved:
+            text = f"{decision.cause.value}: relaunched on {moved}"
+            sys.stderr.write(f"slurm_forge: {text}\n")
+            self._watch.comment(text)
+
+    def _concluded(self, facts: LaunchFacts, seats: Seats) -> Decision | None:
         """What is done about it.  Where nothing can be written down, a person has to see to it."""
         attempt = self._attempt
         try:
             return attempt.conclude(
                 gathered(
-                    facts,
+                    replace(facts, seats=seats, outlives_nodes=self._seating.outlives),
                     run=attempt.run,
                     attempt=attempt.claim.attempt,
                     launch=attempt.launch,
@@ -213,23 +239,35 @@ class _Supervisor:
                     batch_output=self._own_output,
                     restart_count=self._environment.restart_count,
                     since=self._launched_at,
-                )
+                ),
+                room=self._seating.room(),
             )
         except RunDirectoryError as error:
             self._back.hold(error.message)
             raise
 
-    def _launch(self) -> tuple[LaunchFacts, StepProcess]:
+    def _launch(self, seats: Seats) -> LaunchFacts:
         file, attempt = self._attempt.file, self._attempt
         wanted, state = file.job.resources, attempt.state()
         world = self._environment.ntasks or wanted.nodes * wanted.tasks_per_node
         tasks = None
-        if state.plan.nodes is not None:
-            world = tasks = len(self._environment.nodes) * wanted.tasks_per_node
+        if not seats.everywhere or state.plan.nodes is not None:
+            world = tasks = seats.tasks
         hub = Hub(world_size=world, nonce=secrets.token_hex(16))
         hub.start()
         try:
-            attempt.next_launch(hub, self._environment.nodes)
+            options = StepOptions(
+                payload=tuple(self._payload),
+                options=tuple(file.srun_options),
+                nodes=seats.nodes,
+                placed=not seats.everywhere or self._seating.outlives,
+                tasks=tasks,
+            )
+            if not self._step.stands_for(options, world):
+                self._start = Start.COLD
+            if self._start is Start.COLD:
+                self._step.leave()  # every rank is gone before another launch begins
+            attempt.next_launch(hub, seats.nodes, self._start)
             knobs = Knobs(
                 channel=hub.addresses,
                 nonce=hub.nonce,
@@ -237,20 +275,23 @@ class _Supervisor:
                 launch=attempt.launch,
                 started=time.time(),
             )
-            variables = {**self._variables, **file.env, **file.job.env, **knobs.to_environ()}
+            variables = {**self._variables, **file.env, **file.job.env}
             # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
             if "SLURM_CPUS_PER_TASK" in variables:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
                 variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
                 variables.setdefault("OMP_NUM_THREADS", cpus)
-            command = srun_command(
-                self._payload,
-                options=file.srun_options,
-                tasks=tasks,
+            self._launched_at = datetime.now(timezone.utc)
+            launched = self._step.begin(
+                options,
+                self._start,
+                seats=seats,
+                seat_file=self._seating.seat_file((*file.srun_options, *self._payload)),
+                hub=hub,
+                knobs=knobs,
+                variables=variables,
                 again=attempt.launch > 1,
             )
-            self._launched_at = datetime.now(timezone.utc)
-            step = StepProcess(command, variables)
             conductor = Conductor(
                 hub,
                 journal=attempt.journal,
@@ -265,20 +306,21 @@ class _Supervisor:
                 ),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
-                launched=step,
+                launched=launched,
+                only_warns=attempt.only_warns,
             )
             self._current.conductor = conductor
             for name in self._current.early or ():
                 conductor.signal(name)
             self._current.early = None
-            return conductor.watch(), step
+            return conductor.watch()
         finally:
             self._current.conductor = None
             # Else rank 0 would take the end of the channel for ours.
             hub.abort("the launch is over")
             hub.close()
 
-    def _go(self, decision: Decision, step: StepProcess | None) -> int:
+    def _go(self, decision: Decision) -> int:
         """Give the nodes back: requeue first where time is short, then end what is left."""
         outcome = decision.action.value
         if decision.action in REQUEUEING:
@@ -288,17 +330,11 @@ class _Supervisor:
             outcome = self._back.hold(decision.reason).taken.value
         elif decision.action is Action.RAISE:
             outcome = "raised"
-        if step is not None:
-            self._leave(step)
+        self._step.leave()
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
+        self._back.leave()
         return 1 if decision.action is Action.RAISE else 0
-
-    def _leave(self, step: StepProcess) -> None:
-        """Every rank is gone before another launch, or another attempt, may begin."""
-        if step.wait(_SRUN_RETURNS_S) is None:
-            step.kill()
-            step.wait(_SRUN_RETURNS_S)
 
 
 def _may_stay(facts: LaunchFacts) -> bool:

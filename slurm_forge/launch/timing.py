@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
 from slurm_forge.recovery.interval import measured_interval, seen_between
+from slurm_forge.recovery.stretches import Rules
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
 
@@ -30,6 +31,9 @@ class Timing:
     kill_wait: timedelta = timedelta(seconds=30)
     #: When the job file's own time limit ends, for where Slurm can't be asked.
     planned_end: datetime | None = None
+    #: When a rank counts as hung, and how long earlier attempts stayed in what.
+    hang: Rules | None = None
+    stretches: tuple[tuple[str, float], ...] = ()
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -88,7 +92,14 @@ def timing(
         probe_deadline=job.probe.deadline,
         planned_end=end,
         kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
+        hang=_hang_rules(job),
+        stretches=state.stretches,
     )
+
+
+def _hang_rules(job: JobSpec) -> Rules | None:
+    asked = job.watchdog
+    return Rules(asked.factor, asked.at_least, asked.at_most) if asked.enabled else None
 
 
 def planned_end(job: JobSpec, state: RunState) -> datetime | None:

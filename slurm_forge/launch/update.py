@@ -50,7 +50,7 @@ def time_asked(job: JobSpec, record: JobRecord | None) -> timedelta | None:
 
 
 def nodes_asked(job: JobSpec) -> int | None:
-    """How many nodes the job file asks for; None where it names them and can't do with fewer."""
+    """How many nodes ranks are to be on; None where the job names its nodes: no fewer will do."""
     return None if job.resources.nodelist is not None else job.resources.nodes
 
 
@@ -59,13 +59,15 @@ def update_for(decision: Decision, job: JobSpec, record: JobRecord | None) -> Jo
 
     The nodes that the job file leaves out stay left out: Slurm replaces the whole list.
     """
-    plan = decision.plan
+    plan, wanted = decision.plan, job.resources
+    # Every node that is allocated counts, the spare ones too.
+    nodes = None if plan.nodes is None else plan.nodes + wanted.spares
     update = JobUpdate(
         exclude_nodes=_left_out(job, plan.exclude_nodes) or None,
         memory_per_node=_memory(decision, job, record) if plan.mem_factor != 1.0 else None,
         time_limit=_time(decision, job, record) if plan.time_factor != 1.0 else None,
-        num_nodes=plan.nodes,
-        num_tasks=None if plan.nodes is None else plan.nodes * job.resources.tasks_per_node,
+        num_nodes=nodes,
+        num_tasks=None if nodes is None else nodes * wanted.tasks_per_node,
     )
     return update if update.assignments() else None
 

@@ -12,12 +12,13 @@ from slurm_forge.recovery.deaths import first_lost, of_a_silence
 from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, RankFailure
 from slurm_forge.recovery.slurm_says import (
     Judged,
-    failed_node,
+    failed_nodes,
     is_ending,
     killed_for_memory,
     node_lost,
     of_a_stop,
 )
+from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
@@ -53,10 +54,13 @@ def _where(
     facts: LaunchFacts, cause: Cause, first: RankFailure | None
 ) -> tuple[int | None, tuple[str, ...]]:
     """The rank and the hosts that the incident started on, where that is known."""
-    node = failed_node(facts)
-    if cause is Cause.NODE_FAIL and node:
-        on_it = [lost.rank for lost in facts.lost if lost.host == node]
-        return (on_it[0] if on_it else None), (node,)
+    nodes = failed_nodes(facts)
+    if cause is Cause.NODE_FAIL and nodes:
+        on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
+        return (on_it[0] if on_it else None), nodes
+    stall = facts.stalled
+    if stall is not None and cause is stall.cause:
+        return (stall.late_ranks[0] if stall.late_ranks else None), stall.late_hosts
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
     if facts.probe_failed and cause is Cause.HANG:
@@ -71,6 +75,8 @@ def _where(
 
 
 def _step(facts: LaunchFacts) -> int | None:
+    if facts.stalled is not None:
+        return facts.stalled.step
     first = _first_failure(facts)
     return facts.step if first is None else first.step
 
@@ -116,6 +122,14 @@ def _judge(facts: LaunchFacts) -> Judged:
         if from_slurm is not None:
             return from_slurm
     first = _first_failure(facts)
+    # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
+    gone = vanished(facts) and not killed_for_memory(facts) and not facts.lost
+    if gone and (first is None or first.cause is Cause.NCCL_ERROR):
+        without = node_lost(facts)
+        if without is not None:
+            return without
+    if facts.stalled is not None:  # what ranks say once they are ended follows from it
+        return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
     if first is not None:
         return _by_last_words(facts, first)
     if facts.asked_again:

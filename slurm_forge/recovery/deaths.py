@@ -29,6 +29,7 @@ _FAULTS = (_OWN_FAULTS - {"SIGABRT"}) | {"SIGKILL"}
 #: 128 plus the number of SIGSEGV, SIGBUS, SIGILL, SIGFPE.
 _FAULT_STATUS = frozenset({139, 135, 132, 136})
 _ABORTED = 134
+_ABORTED_STEP = "srun: Job step aborted"
 
 
 def of_a_silence(facts: LaunchFacts) -> Judged:
@@ -42,7 +43,7 @@ def of_a_silence(facts: LaunchFacts) -> Judged:
         said = Evidence("sacct", f"step {row.step}: State={row.state_text}")
         return Cause.HOST_OOM, Confidence.CERTAIN, (*gone, said)
     ends = task_ends(facts.launcher_text)
-    first = first_end(ends)
+    first = _first(facts, ends)
     # Who saw a rank end of a fault of its own was there: that node has not gone.
     lost_node = None if first is not None and first.died_of in _OWN_FAULTS else node_lost(facts)
     if lost_node is not None:
@@ -77,7 +78,7 @@ def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
     row = next(iter(facts.rows), None)
     if row is not None and row.cancelled_by is None and row.state in TERMINAL:
         return None  # accounting knows how the step ended, and of nobody who cancelled it
-    before, aborted, _ = facts.launcher_text.partition("srun: Job step aborted")
+    before, aborted, _ = facts.launcher_text.partition(_ABORTED_STEP)
     if (
         not aborted
         or "srun: error:" in before
@@ -95,9 +96,37 @@ def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
     return Cause.USER_CANCELLED, Confidence.CERTAIN, (who, words)
 
 
+def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
+    """The end that likely brought about the others.
+
+    What agents say of the processes that they have collected goes before srun's text, which is
+    about the agents.  An agent only ends with its step, and srun tells why.
+    """
+    printed = first_end(ends)
+    if printed is not None or _ABORTED_STEP in facts.launcher_text:
+        return printed
+    lost = {each.rank for each in facts.lost}
+    bad = [each for each in facts.ends if each.signal or each.exit_code]
+    # Who said something before it went has told its own story.
+    told = [each for each in bad if each.rank in lost] or bad
+    return first_end(
+        [
+            TaskEnd(
+                tasks=(each.rank,),
+                host=each.host,
+                signal=each.signal,
+                exit_code=each.exit_code,
+                text=f"{each.host}: rank {each.rank}: {each.signal or f'exit {each.exit_code}'}",
+                follows=each.ours,
+            )
+            for each in told
+        ]
+    )
+
+
 def first_lost(facts: LaunchFacts) -> LostRank | None:
     """The rank that was lost first: srun's order where it names one, else the channel's."""
-    end = first_end(task_ends(facts.launcher_text))
+    end = _first(facts, task_ends(facts.launcher_text))
     if end is not None:
         named = [lost for lost in facts.lost if lost.rank in end.tasks]
         if named:
@@ -109,7 +138,8 @@ def first_lost(facts: LaunchFacts) -> LostRank | None:
 
 def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
     """By how the first task ended, and by what it printed before."""
-    said = () if end is None else (Evidence("srun", _short(end.text)),)
+    source = "srun" if "srun" in (end.text if end else "") else "agent"
+    said = () if end is None else (Evidence(source, _short(end.text)),)
     lost = first_lost(facts)
     own = "" if lost is None else lost.output
     printed = own or facts.launcher_text

@@ -8,6 +8,7 @@ from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.loops import looping
 from slurm_forge.recovery.remedies import remedy
 from slurm_forge.recovery.rungs import LR_FLOOR, Applied, Circumstances, apply
+from slurm_forge.recovery.seats import Room
 from slurm_forge.spec.recovery import LONGEST_WAIT, Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
@@ -42,6 +43,7 @@ def decide(
     in_process: bool = False,
     hook: bool = False,
     allocation: bool = True,
+    room: Room | None = None,
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
@@ -52,7 +54,8 @@ def decide(
     ``nodes`` how many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``:
     the launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
     ``Action.HOOK``, a question that is not journalled: ask the hook and go on with
-    ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were.
+    ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were;
+    ``room``: what is left there, for a job that goes on without the nodes that it loses.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
@@ -70,6 +73,7 @@ def decide(
         in_process=in_process,
         hook=hook,
         allocation=allocation,
+        room=room if allocation else None,
     )
     refused: list[str] = []
     for index, rung in enumerate(policy.ladder(incident.cause)):
@@ -83,7 +87,7 @@ def decide(
             refused.append(f"no {rung.do.value}: {applied}")
             continue
         wait = _wait(rung, state.times(incident.cause, index))
-        return _taken(incident, rung.do, index, applied, wait)
+        return _taken(incident, applied.instead or rung.do, index, applied, wait)
     reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
     if not refused:
         reason = f"{incident.cause.value}: for a person to judge; starting again changes nothing"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.launch_facts import RankFailure
 from slurm_forge.recovery.slurm_says import of_node
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState
@@ -51,6 +52,8 @@ class Ending:
     rows: Sequence[AccountingRecord] = ()
     nodes: Sequence[NodeRecord] = ()
     notices: Sequence[str] = ()
+    #: What ranks, or their witnesses, had left behind.
+    left: Sequence[RankFailure] = ()
 
 
 def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
@@ -60,19 +63,25 @@ def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
     failed = None if ending.record is None else ending.record.failed_node
     if cause is Cause.NODE_FAIL:
         hosts = (failed,) if failed else tuple(node.name for node in _gone(ending))
+    told = next((each for each in ending.left if each.cause is cause), None)
     return Incident(
         id=incident_id,
         cause=cause,
         confidence=confidence,
         evidence=(*evidence, *_noticed(ending)),
-        step=ending.step,
-        hosts=hosts,
+        step=ending.step if told is None else told.step,
+        rank=None if told is None else told.rank,
+        hosts=hosts if told is None else (told.host,),
     )
 
 
 def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     silence = Evidence("journal", f"the supervisor on {ending.host} ended without a word")
     row = _row(ending)
+    told = next(iter(ending.left), None)
+    if told is not None and (row is None or row.state is JobState.FAILED):
+        words = Evidence(f"rank {told.rank} on {told.host}", told.text)
+        return told.cause, Confidence.LIKELY, (words, silence)
     if row is not None and row.state in _BY_STATE:
         text = f"State={row.state_text}"
         if row.exit_code is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.seats import Seats
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Heartbeat", "LaunchFacts", "LostRank", "RankFailure"]
+__all__ = ["Heartbeat", "LaunchFacts", "LostRank", "RankFailure", "WorkerEnd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,24 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnd:
+    """How the process of a rank ended, as the agent says that has collected it.
+
+    ``signal`` is ``"SIGSEGV"`` or empty, ``exit_code`` None where a signal ended it; ``after`` is
+    counted from the beginning of the launch.  ``ours``: it was ended on our order.  ``memory`` is
+    what the kernel counted beside it, empty where nothing.
+    """
+
+    rank: int
+    host: str
+    signal: str
+    exit_code: int | None
+    after: timedelta
+    ours: bool = False
+    memory: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
     """Everything seen of a launch that has ended, or must.
 
@@ -86,9 +106,13 @@ class LaunchFacts:
     late_ranks: tuple[int, ...] = ()
     late_hosts: tuple[str, ...] = ()
     probe_failed: bool = False
+    #: The watchdog's verdict, if the launch stood still.
+    stalled: Stall | None = None
     #: Of the ranks that were late, when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
     exit_status: int | None = None
+    #: In the order in which agents said it, where ranks have agents.
+    ends: tuple[WorkerEnd, ...] = ()
     #: The program asked, by its exit status, to be started again.
     asked_again: bool = False
     #: Who started the launch, as evidence names it.
@@ -102,5 +126,11 @@ class LaunchFacts:
     nodes: tuple[NodeRecord, ...] = ()
     #: What accounting knows of the launch's own step.
     rows: tuple[AccountingRecord, ...] = ()
+    #: Ranks that were still connected at the end, and had not been heard of for seconds.
+    mute: tuple[LostRank, ...] = ()
+    #: Where the ranks were, as far as whoever started them knows.
+    seats: Seats | None = None
+    #: Whether the job goes on without a node that it loses (``sbatch --no-kill``).
+    outlives_nodes: bool = False
     #: Id of the incident that rank 0 has decided on already: only to be carried out.
     decided: str = ""

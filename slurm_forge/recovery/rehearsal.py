@@ -11,6 +11,7 @@ from slurm_forge.journal.fold import advance
 from slurm_forge.journal.known import INSTABILITY, newest_usable
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.decide import decide, skips_allowed
+from slurm_forge.recovery.seats import Room
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.retention import Present, wanted
@@ -139,6 +140,7 @@ class _Stage:
             mem=job.resources.mem,
             time=job.resources.time,
             nodes=job.resources.nodes,
+            room=self._room(incident),
             now=self._now,
             in_process=cause in INSTABILITY,
         )
@@ -152,6 +154,24 @@ class _Stage:
         )
         self._carry_out(act)
         return act
+
+    def _room(self, incident: Incident) -> Room | None:
+        """What is left of the allocation: each node that was lost has a name of its own."""
+        job = self._job
+        if not job.outlives_nodes:
+            return None
+        lost = {
+            host
+            for attempt in self._state.attempts
+            if attempt.number == self._attempt
+            for _, each in attempt.incidents
+            if each.cause is Cause.NODE_FAIL and each.id != incident.id
+            for host in each.hosts
+        }
+        others = job.resources.allocation - len(lost | set(incident.hosts))
+        nodes = (*(set(incident.hosts) - lost), *(f"other{n}" for n in range(others)))
+        takes = self._state.plan.nodes or job.resources.nodes
+        return Room(nodes=nodes, wanted=takes, outlives=True)
 
     def _left(self, decision: Decision) -> int | None:
         if decision.rung is None:

@@ -10,10 +10,12 @@ from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.progress import made_progress
+from slurm_forge.recovery.seats import Room
 from slurm_forge.recovery.targets import Target, again, next_start, target_of
 from slurm_forge.recovery.windows import left_out, shown, too_short
 from slurm_forge.slurm.nodelist import check_node_name
 from slurm_forge.spec.recovery import Rung, SkipSamples
+from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -32,7 +34,8 @@ class Circumstances:
     ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all
     of the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None:
     not known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``:
-    the program has a hook that can be asked.  ``allocation``: ranks can be started in it again.
+    the program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
+    ``room`` is what is left of it, where the job outlives nodes that it loses.
     """
 
     batch_coupled: bool = False
@@ -42,16 +45,21 @@ class Circumstances:
     in_process: bool = False
     hook: bool = False
     allocation: bool = True
+    room: Room | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """The plan in force afterwards, what changed, and what else there is to say."""
+    """The plan in force afterwards, what changed, and what else there is to say.
+
+    ``instead`` is what the rung comes to here, where that is not what it says.
+    """
 
     plan: RecoveryPlan
     changes: tuple[Change, ...] = ()
     target: Target | None = None
     remarks: tuple[str, ...] = ()
+    instead: Action | None = None
 
 
 def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances) -> Applied | str:
@@ -84,16 +92,42 @@ def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances)
         case Action.RELAUNCH if not given.allocation:
             return "nobody is left in the allocation to start ranks again"
         case Action.ROLLBACK | Action.RELAUNCH:
-            return _go_back(rung, state, incident)
+            short = _too_little_room(incident, given.room)
+            return short if short is not None else _go_back(rung, state, incident)
         case Action.REQUEUE:
             excluded = _excluded(rung, state, incident)
-            return Applied(plan=excluded, changes=changes_between(plan, excluded))
+            moved = changes_between(plan, excluded)
+            if not _others_can_take_over(rung, incident, given.room):
+                return Applied(plan=excluded, changes=moved)
+            names = ", ".join(incident.hosts)
+            remark = f"another node of the allocation in place of {names}"
+            return Applied(plan=excluded, changes=moved, remarks=(remark,), instead=Action.RELAUNCH)
         case Action.WARN if not given.in_process:
             return "the launch is over: nothing to go on with"
         case Action.HOOK if not given.hook:
             return "no hook decided"
         case _:
             return Applied(plan=plan)
+
+
+def _others_can_take_over(rung: Rung, incident: Incident, room: Room | None) -> bool:
+    """Whether what a requeue is for, other nodes, can be had without the queue.
+
+    A node that is lost is never used again here, whether or not the rung leaves it out.
+    """
+    leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
+    known = room is not None and room.outlives and bool(incident.hosts)
+    return leaves and known and room is not None and room.suffices(incident.hosts)
+
+
+def _too_little_room(incident: Incident, room: Room | None) -> str | None:
+    """Why ranks can't be started again in the allocation, where too many of its nodes are lost."""
+    if room is None or not room.outlives:
+        return None
+    lost = incident.hosts if incident.cause is Cause.NODE_FAIL else ()
+    if room.suffices(lost):
+        return None
+    return f"{room.without(lost)} of the {room.wanted} nodes that it takes are left"
 
 
 def _more_time(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
+from slurm_forge.errors import ConfigError
 from slurm_forge.recovery.launch_facts import LaunchFacts
+from slurm_forge.recovery.vanished import no_word_from, vanished
+from slurm_forge.slurm.nodelist import expand_nodes
 from slurm_forge.slurm.records import JobRecord, NodeRecord
 from slurm_forge.slurm.srun_words import Cancelled, lost_nodes, step_cancelled
 from slurm_forge.slurm.states import JobState
@@ -15,6 +19,7 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 __all__ = [
     "Judged",
     "failed_node",
+    "failed_nodes",
     "is_ending",
     "killed_for_memory",
     "launcher_words",
@@ -218,7 +223,39 @@ def failed_node(facts: LaunchFacts) -> str:
     for job in (facts.job_now, facts.job):
         if job is not None and job.failed_node and job.failed_node != before:
             return job.failed_node
-    return next((node.name for node in facts.nodes if node.is_down), "")
+    others = (*left_job(facts), *(node.name for node in facts.nodes if node.is_down))
+    return next(iter((*others, *vanished(facts))), "")
+
+
+def failed_nodes(facts: LaunchFacts) -> tuple[str, ...]:
+    """Every node that is gone by what was seen of this launch, the one that is sure first."""
+    first = failed_node(facts)
+    if not first or not facts.outlives_nodes:
+        return (first,) if first else ()
+    told = [*left_job(facts), *(node.name for node in facts.nodes if "DOWN" in node.state)]
+    for expression in lost_nodes(facts.launcher_text):
+        with contextlib.suppress(ConfigError):
+            told += expand_nodes(expression)
+    told += [each["node"] for each in _NOT_LAUNCHED.finditer(facts.launcher_text)]
+    return tuple(dict.fromkeys((first, *told, *vanished(facts))))
+
+
+def left_job(facts: LaunchFacts) -> tuple[str, ...]:
+    """Nodes of the launch that Slurm has taken out of the job, which goes on without them.
+
+    So it does with one that is down where the job has ``--no-kill``; ``NodeList`` names it no more
+    (tried on 22.05.8), while the environment of the batch step stays as it was.
+    """
+    now, given = facts.job_now, facts.seats
+    if now is None or given is None or not facts.outlives_nodes or now.nodelist is None:
+        return ()
+    if now.state is not JobState.RUNNING:
+        return ()
+    try:
+        there = frozenset(expand_nodes(now.nodelist))
+    except ConfigError:
+        return ()
+    return tuple(node for node in given.nodes if there and node not in there)
 
 
 def node_lost(facts: LaunchFacts) -> Judged | None:
@@ -231,6 +268,12 @@ def node_lost(facts: LaunchFacts) -> Judged | None:
     if not node:
         return None
     told = tuple(_told_of(facts, node))
+    missing = left_job(facts)
+    if missing:
+        text = f"NodeList={facts.job_now.nodelist if facts.job_now else ''}"
+        return Cause.NODE_FAIL, Confidence.CERTAIN, (Evidence("scontrol", text), *told, *words)
+    if not told:
+        return Cause.NODE_FAIL, Confidence.GUESS, (no_word_from(facts, vanished(facts)), *words)
     by_job = any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now))
     given_up = any(record.name == node and "DOWN" in record.state for record in facts.nodes)
     sure = Confidence.CERTAIN if by_job or given_up else Confidence.LIKELY

@@ -86,8 +86,10 @@ def saves(launch: s.LaunchStory) -> str:
 
 def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
     """How the run went on after a launch, as far as it is known."""
-    if any(later.number > launch.number for later in attempt.launches):
-        return "relaunched in the allocation"
+    later = next((each for each in attempt.launches if each.number > launch.number), None)
+    if later is not None:
+        moved = _moved(launch.nodes, later.nodes)
+        return f"relaunched on {moved}" if moved else "relaunched in the allocation"
     for comeback in reversed(attempt.comebacks):
         if comeback.method == _UPDATE:
             continue
@@ -102,6 +104,16 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
         if comeback.outcome == "failed":
             return "requeue left open"
     return "requeued" if attempt.outcome == "requeued" else ""
+
+
+def _moved(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+    """Where ranks went that are on other nodes than before; empty where nobody knows, or is."""
+    if not before or not now or set(before) == set(now):
+        return ""
+    kept = [node for node in now if node in before]
+    new = [node for node in now if node not in before]
+    parts = ([t.some_nodes(kept)] if kept else []) + ([f"spare {t.some_nodes(new)}"] if new else [])
+    return " + ".join(parts)
 
 
 def without_next(reason: str) -> str:

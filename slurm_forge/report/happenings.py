@@ -84,6 +84,8 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             return f"decided: {t.clean(event.decision.reason, 300)}{changes}{later}"
         case ev.ProbeMeasured() if not event.ok:
             return f"probe failed, late: {_ranks(event)}"
+        case ev.StallSeen():
+            return f"stands still for {t.span(event.since_s)}, late: {_ranks(event)}"
         case ev.RequeueDone():
             if event.successor is not None:
                 return f"successor job {t.clean(event.successor, 40)} submitted"
@@ -140,7 +142,7 @@ def _incident(event: ev.IncidentSeen) -> str:
     return f"{incident.cause.value} ({incident.confidence.value}){': ' if seen else ''}{seen}"
 
 
-def _ranks(event: ev.ProbeMeasured) -> str:
+def _ranks(event: ev.ProbeMeasured | ev.StallSeen) -> str:
     return (
         ", ".join(f"rank {t.number(rank)}" for rank in event.late_ranks) or "nobody in particular"
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slurm_forge.report import text as t
-from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.status import Status
+
+if TYPE_CHECKING:  # a thousand lines that are known already need nothing of a journal
+    from slurm_forge.report.facts import RunFacts
+    from slurm_forge.report.status import Status
 
 __all__ = ["ListedRun", "Listing", "listed", "listing", "listing_text", "unreadable"]
 

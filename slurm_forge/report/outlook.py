@@ -91,17 +91,17 @@ def _refusals(job: JobSpec, facts: PartitionFacts, place: str) -> Iterator[str]:
     wanted = job.resources
     longest = facts.max_time
     for limit in facts.max_time_by_nodes:
-        if wanted.nodes >= limit.min_nodes and limit.max_time is not None:
+        if wanted.allocation >= limit.min_nodes and limit.max_time is not None:
             longest = limit.max_time if longest is None else min(longest, limit.max_time)
     if wanted.time and longest is not None and wanted.time > longest:
         yield (
             f"warning: {place} allows {_words(longest)} at most and the job asks for "
             f"{_words(wanted.time)}: Slurm will refuse it or never start it."
         )
-    if facts.max_nodes is not None and wanted.nodes > facts.max_nodes:
+    if facts.max_nodes is not None and wanted.allocation > facts.max_nodes:
         yield (
             f"warning: {place} allows {facts.max_nodes} nodes at most and the job asks for "
-            f"{wanted.nodes}: Slurm will refuse it or never start it."
+            f"{wanted.allocation}: Slurm will refuse it or never start it."
         )
     if facts.self_requeue_allowed is False:
         yield (

@@ -1,6 +1,21 @@
 """The run directory: the database of a run, on shared storage."""
 
-from slurm_forge.run_directory.claims import Claim, Fence, claim_attempt, list_claims, newest_claim
+from slurm_forge.run_directory.claims import (
+    Claim,
+    Fence,
+    claim_attempt,
+    list_claims,
+    mark_launch,
+    newest_claim,
+)
 from slurm_forge.run_directory.layout import RunDirectory
 
-__all__ = ["Claim", "Fence", "RunDirectory", "claim_attempt", "list_claims", "newest_claim"]
+__all__ = [
+    "Claim",
+    "Fence",
+    "RunDirectory",
+    "claim_attempt",
+    "list_claims",
+    "mark_launch",
+    "newest_claim",
+]

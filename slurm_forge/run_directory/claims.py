@@ -18,7 +18,7 @@ from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import create_exclusive, make_private_directory, read_json
 from slurm_forge.run_directory.layout import RunDirectory
 
-__all__ = ["Claim", "Fence", "claim_attempt", "list_claims", "newest_claim"]
+__all__ = ["Claim", "Fence", "claim_attempt", "list_claims", "mark_launch", "newest_claim"]
 
 _CLAIM_LIMIT = 1 << 20
 #: As we write them: a leading zero would make a second name for the same number.
@@ -120,15 +120,33 @@ def newest_claim(run: RunDirectory) -> Claim | None:
         ) from error
 
 
+def mark_launch(run: RunDirectory, attempt: int, launch: int) -> None:
+    """Fence the launches of the attempt before this one: their ranks may live on a lost node."""
+    if launch > 1:
+        make_private_directory(run.attempt(attempt))
+        create_exclusive(run.launch_mark(attempt, launch), b"")
+
+
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Asked before every durable act: raises ``FencedError`` once a newer attempt exists."""
+    """Asked before every durable act: raises ``FencedError`` once a newer attempt exists.
+
+    With ``launch`` also once a newer launch of the same attempt does: a rank of an older one may
+    be alive on a node that was given up.
+    """
 
     run: RunDirectory
     attempt: int
+    launch: int | None = None
 
     def __call__(self) -> None:
-        """Raise ``FencedError`` if a newer attempt exists."""
+        """Raise ``FencedError`` if a newer attempt, or launch, exists."""
+        if self.launch and self.run.launch_mark(self.attempt, self.launch + 1).exists():
+            raise FencedError(
+                f"launch {self.launch + 1} of attempt {self.attempt} has taken over "
+                f"{self.run.name}; launch {self.launch} writes nothing any more",
+                next_step="Nothing to do: this is an old incarnation and it is ending.",
+            )
         newest = max(list_claims(self.run), default=0)
         if newest > self.attempt:
             raise FencedError(

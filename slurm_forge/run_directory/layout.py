@@ -99,6 +99,14 @@ class RunDirectory:
         """The folder of one attempt: logs, stacks, last words."""
         return self.attempts / str(number)
 
+    def launch_mark(self, attempt: int, launch: int) -> Path:
+        """There once that launch of the attempt has begun: no earlier one publishes any more."""
+        return self.attempt(attempt) / f"launch-{launch}"
+
+    def seat_file(self, attempt: int, launch: int) -> Path:
+        """The nodes of a launch, a line for each rank, as srun reads them."""
+        return self.attempt(attempt) / f"seats-l{launch}"
+
     def memory_account(self, attempt: int, launch: int, rank: int) -> Path:
         """What a rank that ran out of memory wrote about where it had gone."""
         return self.attempt(attempt) / f"oom-rank{rank}-launch{launch}.txt"
@@ -106,6 +114,10 @@ class RunDirectory:
     def last_words(self, attempt: int, launch: int, rank: int) -> Path:
         """What a rank wrote that failed and could not say so over the control channel."""
         return self.attempt(attempt) / f"last-words-l{launch}-r{rank}.json"
+
+    def stacks(self, attempt: int, launch: int) -> Path:
+        """The folder of the stacks that were taken when a launch stood still."""
+        return self.attempt(attempt) / "stacks" / str(launch)
 
     def rendezvous(self, key: str) -> Path:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""

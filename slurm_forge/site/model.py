@@ -186,6 +186,8 @@ class Site(_Facts):
     qos: dict[Name, PartitionFacts] = Field(default_factory=dict)
     #: From a requeue until the job can start again.
     requeue_delay: Duration = None
+    #: Whether a requeued job may be given an earlier begin time than Slurm's delay after a requeue.
+    shorten_requeue: bool = True
     #: Whether the centre lets jobs requeue themselves or submit their successors.
     self_requeue_allowed: bool | None = None
 

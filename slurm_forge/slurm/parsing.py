@@ -54,6 +54,8 @@ _T = TypeVar("_T")
 _USER = re.compile(r"(?P<name>.*)\((?P<id>[0-9]{1,10})\)")
 _COUNT = re.compile(r"(?P<low>[0-9]{1,10})(?:-[0-9]{1,10})?")
 _CONFIG_LINE = re.compile(r"(?P<key>[A-Za-z][A-Za-z0-9_]*)\s*= ?(?P<value>.*)")
+#: One line for each of several in newer versions: ``Epilog[0]``.
+_EPILOG = re.compile(r"^Epilog(?:Slurmctld)?(?:\[[0-9]+\])?\s*= (?!\(null\))\S", re.M)
 _VERSION = re.compile(r"[0-9]+(?:\.[0-9A-Za-z-]+)+")
 #: scontrol adds who gave the reason, and when.
 _GIVEN = re.compile(r"(?P<reason>.*?) ?\[(?P<by>[^\s\[\]@]+)@(?P<time>[^\s\[\]]+)\]")
@@ -123,6 +125,7 @@ def parse_config(text: str) -> ConfigRecord:
         proctrack_type=read.text("ProctrackType"),
         task_plugin=read.options("TaskPlugin"),
         accounting_storage_type=read.text("AccountingStorageType"),
+        has_epilog=_EPILOG.search(text) is not None,
     )
 
 

@@ -197,6 +197,8 @@ class ConfigRecord:
     proctrack_type: str | None = None
     task_plugin: tuple[str, ...] = ()
     accounting_storage_type: str | None = None
+    #: Whether anything is run after a job before its nodes are free again.
+    has_epilog: bool | None = None
 
     @property
     def sends_user_signal(self) -> bool:

@@ -15,6 +15,7 @@ from slurm_forge.spec.loading import (
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, SkipSamples, default_recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.types import GpuRequest
+from slurm_forge.spec.watchdog import WatchdogSpec
 
 __all__ = [
     "BestMode",
@@ -30,6 +31,7 @@ __all__ = [
     "Resources",
     "Rung",
     "SkipSamples",
+    "WatchdogSpec",
     "default_recovery",
     "from_yaml",
     "job_from_mapping",

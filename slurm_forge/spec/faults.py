@@ -36,6 +36,10 @@ class FaultKind(str, Enum):
     KILL = "kill"
     STOP = "stop"
     HANG = "hang"
+    LOCK = "lock"
+    GIL = "gil"
+    COLLECTIVE = "collective"
+    DATA = "data"
     SLOW = "slow"
 
 
@@ -55,7 +59,8 @@ _SPIKE = 1e4
 _KNOWN_AS = {
     "sigterm": "term", "sigusr1": "usr1", "sigkill": "kill", "sigstop": "stop", "crash": "kill",
     "error": "exception", "raise": "exception", "freeze": "hang", "sleep": "slow",
-    "delay": "slow", "infinity": "inf", "preempt": "term", "bitflip": "corrupt",
+    "delay": "slow", "deadlock": "lock", "hold_gil": "gil", "loader": "data",
+    "nccl": "collective", "infinity": "inf", "preempt": "term", "bitflip": "corrupt",
 }  # fmt: skip
 _HEAD = re.compile(r"([^@:,]*)([@:,]?)(.*)", re.DOTALL)
 _STEP = re.compile(r"([0-9]{1,15})(?:x([0-9]{1,6}))?")
@@ -68,7 +73,10 @@ _GOES_ON = re.compile(r"[a-z_]+=|rank[0-9]|always\Z|always:")
 _WHOLE_KEYS = ("step", "until", "rank", "attempt", "above")
 _KEYS = (*_WHOLE_KEYS, "samples", "factor", "seconds")
 _STATE = (Target.WEIGHT, Target.ADAM_M, Target.ADAM_V, Target.BUFFER)
-_OPTIONS = {"factor": (FaultKind.SPIKE,), "seconds": (FaultKind.SLOW, FaultKind.HANG)}
+_OPTIONS = {
+    "factor": (FaultKind.SPIKE,),
+    "seconds": (FaultKind.SLOW, FaultKind.HANG, FaultKind.GIL),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,10 @@ from slurm_forge.spec.types import (
     Steps,
     check_printable,
 )
+from slurm_forge.spec.watchdog import WatchdogSpec
 from slurm_forge.store.retention import Rules
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
@@ -234,6 +237,15 @@ class JobSpec(Section):
         **{key: f"resources.{meant}" for key, meant in Resources.known_as.items()},
     }  # fmt: skip
 
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job is to go on without a node that it loses (``sbatch --no-kill``).
+
+        Where a spare node can take its seat, or fewer nodes may do.
+        """
+        rungs = self.recovery.ladder(Cause.NODE_FAIL)
+        return self.resources.spares > 0 or any(r.do is Action.FEWER_NODES for r in rungs)
+
     name: Annotated[str, Field(strict=True), AfterValidator(_check_name)] = Field(
         description="Name of the run: of its folder, and of the Slurm job."
     )
@@ -266,6 +278,10 @@ class JobSpec(Section):
     probe: ProbeSpec = Field(
         default_factory=ProbeSpec,
         description="Whether and how often all ranks are asked to answer.",
+    )
+    watchdog: WatchdogSpec = Field(
+        default_factory=WatchdogSpec,
+        description="From when on a rank that gets no further counts as hung.",
     )
     environment: EnvironmentSpec = Field(
         default_factory=EnvironmentSpec,

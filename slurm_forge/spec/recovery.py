@@ -25,7 +25,7 @@ from slurm_forge.documents import did_you_mean, wrong_key
 from slurm_forge.spec.limits import Limits
 from slurm_forge.spec.types import Count, Duration, Factor, Section, Steps
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action
+from slurm_forge.vocabulary.decision import Action, Start
 
 __all__ = [
     "LONGEST_WAIT",
@@ -36,6 +36,7 @@ __all__ = [
     "SkipSamples",
     "default_recovery",
     "keys_of",
+    "trusts_process",
 ]
 
 #: However often a wait is doubled: what is out of order for longer is looked for once an hour.
@@ -57,14 +58,14 @@ _STATE_KEYS = ("lr_scale", "ramp_steps", "skip_samples", "most_skipped", "reseed
 _KEYS: dict[Action, tuple[str, ...]] = {
     Action.WARN: ("times",),
     Action.SKIP: ("times",),
-    Action.ROLLBACK: ("times", "depth", *_STATE_KEYS, "exclude_node"),
-    Action.SHRINK_MICRO_BATCH: ("times", "factor"),
+    Action.ROLLBACK: ("times", "depth", *_STATE_KEYS, "exclude_node", "start"),
+    Action.SHRINK_MICRO_BATCH: ("times", "factor", "start"),
     Action.RAISE_MEM: ("times", "factor"),
     Action.RAISE_TIME: ("times", "factor"),
     Action.FEWER_NODES: ("times", "factor", "exclude_node"),
-    Action.FEWER_WORKERS: ("times", "factor"),
+    Action.FEWER_WORKERS: ("times", "factor", "start"),
     Action.HOOK: ("times",),
-    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS),
+    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS, "start"),
     Action.REQUEUE: ("times", "wait", "exclude_node"),
     Action.HOLD: (),
     Action.RAISE: (),
@@ -156,6 +157,12 @@ class Rung(Section):
     )
     exclude_node: bool = Field(
         default=False, strict=True, description="Leave out the node that the incident started on."
+    )
+    start: Start = Field(
+        default=Start.WARM,
+        description="From what ranks are started in the same job: cold (a new srun and "
+        "interpreter), warm (forked by the agents that stand on the nodes), in_process (ranks that "
+        "can unwind go on in their process); the next colder one where that can't be.",
     )
 
     @model_validator(mode="after")
@@ -339,6 +346,12 @@ class Recovery(Section):
     def ladder(self, cause: Cause) -> Ladder:
         """The rungs for a cause in order; none for what is not ours to undo (a user's cancel)."""
         return getattr(self, cause.value) if cause in _CURES else ()
+
+
+def trusts_process(policy: Recovery, cause: Cause | None = None) -> bool:
+    """Whether a rung (for that cause) has ranks go on in their process (``start: in_process``)."""
+    causes = _CURES if cause is None else (cause,)
+    return any(rung.start is Start.IN_PROCESS for each in causes for rung in policy.ladder(each))
 
 
 def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:

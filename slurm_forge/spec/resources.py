@@ -62,6 +62,12 @@ def _extra(value: Any) -> Any:
             raise wrong_key(
                 option, "a heterogeneous job can't be brought back: ask for one kind of node"
             )
+        if option == "no-kill":
+            raise wrong_key(
+                option,
+                "slurm_forge sets this option itself where resources.spare_nodes asks for spare "
+                "nodes; remove it",
+            )
         if option in _RESERVED:
             raise wrong_key(option, "slurm_forge sets this option itself; remove it")
         try:
@@ -99,9 +105,16 @@ class Resources(Section):
         "timeout_min": "time", "time_limit": "time", "queue": "partition",
         "num_nodes": "nodes", "nnodes": "nodes", "exclude_nodes": "exclude",
         "exclusive": "extra.exclusive", "additional_parameters": "extra", "sbatch": "extra",
+        "spares": "spare_nodes", "spare": "spare_nodes", "hot_spares": "spare_nodes",
+        "no_kill": "spare_nodes",
     }  # fmt: skip
 
-    nodes: Count = Field(default=1, description="Number of nodes.")
+    nodes: Count = Field(default=1, description="Number of nodes that ranks run on.")
+    spare_nodes: Count | None = Field(
+        default=None,
+        description="Nodes beyond those, which wait in the allocation to take the seat of one that "
+        "is lost: then the run goes on in the same job. Slurm charges for them.",
+    )
     tasks_per_node: Count = Field(default=1, description="Processes (ranks) per node, one per GPU.")
     cpus_per_task: Count | None = Field(default=None, description="CPU cores per process.")
     gpus_per_node: Gpus | None = Field(default=None, description='GPUs per node: 8, or "a100:8".')
@@ -141,7 +154,27 @@ class Resources(Section):
             raise wrong_key("gpus_per_task", "gpus_per_node says it already; keep one of the two")
         return self
 
+    @model_validator(mode="after")
+    def _spares_have_a_seat_to_take(self) -> Resources:
+        if self.spare_nodes is not None and self.nodes < 2:
+            raise wrong_key(
+                "spare_nodes",
+                "a run on one node (resources.nodes) lives on that of its batch script, without "
+                "which there is no job; remove it",
+            )
+        return self
+
     @property
     def tasks(self) -> int:
-        """Number of processes in the job: the world size."""
+        """Number of processes in a launch: the world size."""
         return self.nodes * self.tasks_per_node
+
+    @property
+    def spares(self) -> int:
+        """How many spare nodes the job has."""
+        return self.spare_nodes or 0
+
+    @property
+    def allocation(self) -> int:
+        """Number of nodes that Slurm is asked for: those of the ranks, and the spare ones."""
+        return self.nodes + self.spares

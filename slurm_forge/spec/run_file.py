@@ -29,6 +29,8 @@ class RunFile(Section):
     srun_options: tuple[str, ...] = ()
     purge_after: PositiveDuration | None = None
     purge_basis: str | None = None
+    #: Whether a requeued job may start before Slurm's own delay is over.
+    shorten_requeue: bool = True
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
     job: JobSpec

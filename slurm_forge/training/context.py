@@ -30,5 +30,5 @@ class RankContext:
 
     @property
     def fence(self) -> Fence:
-        """Raises once a newer attempt has taken the run over."""
-        return Fence(self.directory, self.brief.attempt)
+        """Raises once a newer attempt, or a newer launch of this one, has taken the run over."""
+        return Fence(self.directory, self.brief.attempt, self.brief.launch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from slurm_forge.training.corrupting import (
     hook_out_of_memory,
     state_tensor,
 )
+from slurm_forge.training.hanging import hold_interpreter, stop_loader_workers, wait_for_nobody
 from slurm_forge.training.injected import Struck
 from slurm_forge.training.loss import Loss
 from slurm_forge.training.order import Windows
@@ -48,6 +50,7 @@ _SIGNALS = {
 }
 _SLOW_S = 5.0
 _HANG_S = 60.0
+_HOURS_S = 24 * 3600.0
 
 AnyLoss = TypeVar("AnyLoss", torch.Tensor, Loss)
 
@@ -188,6 +191,16 @@ class Injecting:
             case FaultKind.HANG:
                 while True:
                     self._sleep(_HANG_S)
+            case FaultKind.LOCK:
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()  # nobody will ever release it
+            case FaultKind.GIL:
+                hold_interpreter(_HOURS_S if fault.seconds is None else fault.seconds)
+            case FaultKind.COLLECTIVE:
+                wait_for_nobody(self._rank)
+            case FaultKind.DATA:
+                stop_loader_workers()
             case _:
                 self._send(_SIGNALS[fault.kind])
 

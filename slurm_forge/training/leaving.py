@@ -37,12 +37,14 @@ class Leaving:
     run: RunDirectory
     rank: int
     in_slurm: bool
+    #: The first rank of another node than that of the batch script, in a job that outlives it.
+    second: bool = False
 
     def __call__(self, reason: str) -> NoReturn:
         """End this process; for ``Member``'s ``on_abort``."""
         sys.stderr.write(f"slurm_forge: this rank leaves: {reason}\n")
         sys.stderr.flush()
-        if reason == HUB_GONE and self.rank == 0 and self.in_slurm:
+        if reason == HUB_GONE and (self.rank == 0 or self.second) and self.in_slurm:
             with contextlib.suppress(OSError):
                 self._stand_in()
         os._exit(1)
@@ -54,4 +56,6 @@ class Leaving:
         """
         pthread_sigmask(SIG_BLOCK, SAVE_SIGNALS)
         deputy = [sys.executable, "-m", "slurm_forge.launch.deputy", str(self.run.path)]
+        if self.rank != 0:
+            deputy.append("--second")
         os.execv(deputy[0], deputy)  # noqa: S606  our own interpreter, no shell

@@ -31,9 +31,13 @@ from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.leaving import Leaving, show_crashes
+from slurm_forge.training.parking import ParkingPlace
+from slurm_forge.training.unwinding import LaunchOver, Unwinding, can_unwind
+from slurm_forge.training.witnessed import Witnessed, begin_to_be_witnessed
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = [
@@ -58,6 +62,8 @@ class Outcome(str, Enum):
     STOPPED = "stopped"
     GIVEN_UP = "given_up"
     FAILED = "failed"
+    #: Out of a launch that is over, and good for another one in this process.
+    UNWOUND = "unwound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class RankPlace:
     job: str
     restart_count: int
     node: str = ""
+    #: Whether it is the first one on the second node of the step.
+    leads_second_node: bool = False
 
     @property
     def host(self) -> str:
@@ -100,6 +108,7 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
             job=slurm.job_ref,
             restart_count=slurm.restart_count,
             node=slurm.node_name or "",
+            leads_second_node=slurm.nodeid == 1 and slurm.localid == 0,
         )
     return RankPlace(
         rank=local.rank,
@@ -144,19 +153,42 @@ def run_rank(
     nonce: str,
     launch_started: float | None = None,
     survives_abort: bool = False,
+    kept: Kept | None = None,
+    attempt: int | None = None,
 ) -> Result:
     """Train as one rank.  Returns for every outcome, last words included; the caller exits.
 
-    ``survives_abort`` is for the rank that hosts the conductor itself.
+    ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``;
+    ``kept`` for a process that may be the rank of several launches.
     """
-    return open_rank(
+    opened = _open(
         directory,
         place,
         channel=channel,
         nonce=nonce,
         launch_started=launch_started,
         survives_abort=survives_abort,
-    ).train()
+        kept=kept,
+        attempt=attempt,
+    )
+    rank, unwinding, leaving = opened.rank, opened.unwinding, opened.leaving
+    notices, witnessed = opened.notices, opened.witnessed
+    del opened
+    try:
+        result = rank.train()
+    finally:
+        if witnessed is not None:
+            witnessed.end()
+    if unwinding is None or not rank.may_go_on(result):
+        return result
+    notices.say_through(None)
+    # With them goes what is left of the launch: models, process groups, loader workers.
+    del rank
+    problem = unwinding.clear()
+    if problem:
+        leaving(f"it can't go on in its process: {problem}")
+    unwinding.over()
+    return Result(Outcome.UNWOUND, result.step)
 
 
 def open_rank(
@@ -167,22 +199,84 @@ def open_rank(
     nonce: str,
     launch_started: float | None = None,
     survives_abort: bool = False,
+    attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> _Rank:
-    """A rank that has joined the channel: ``train`` it, or ``begin`` and ``leave``.
+    """A rank that has joined the channel, for a script that is its own entry: see ``begin``.
 
-    ``keys`` are keys of the job that a script says otherwise than the run was made with.
+    ``keys`` are keys of the job that the script says otherwise than the run was made with.
     """
+    opened = _open(
+        directory,
+        place,
+        channel=channel,
+        nonce=nonce,
+        launch_started=launch_started,
+        survives_abort=survives_abort,
+        attempt=attempt,
+        keys=keys,
+    )
+    opened.rank.witnessed = opened.witnessed
+    return opened.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A rank on the channel, and what belongs to its process."""
+
+    rank: _Rank
+    notices: _Notices
+    leaving: Leaving
+    unwinding: Unwinding | None
+    witnessed: Witnessed | None
+
+
+def _open(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None,
+    survives_abort: bool,
+    kept: Kept | None = None,
+    attempt: int | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> _Opened:
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
-    notices = _Notices()
-    SignalWatcher(notices.seen)
+    mine = Kept() if kept is None else kept
+    notices = mine.notices
+    witnessed: Witnessed | None = None
     try:
         file = read_run_file(directory.spec_file)
         if keys:
             file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
+        watchdog = file.job.watchdog
+        if watchdog.enabled:
+            witnessed = begin_to_be_witnessed()
+        if witnessed is not None:
+            witnessed.start(
+                directory,
+                rank=place.rank,
+                world_size=place.world_size,
+                host=place.host,
+                channel=channel,
+                nonce=nonce,
+                attempt=knobs.attempt if attempt is None else attempt,
+                launch=knobs.launch or 1,
+                alone_after=watchdog.at_most if survives_abort else None,
+            )
         hosts, port = parse_addresses(channel)
+        leaving = Leaving(
+            directory,
+            rank=place.rank,
+            in_slurm=bool(place.node),
+            second=place.leads_second_node and file.job.outlives_nodes,
+        )
+        trusted = kept is not None and trusts_process(file.job.recovery) and can_unwind()
+        unwinding = Unwinding(leaving) if trusted else None
         member = _Channel(
             rank=place.rank,
             world_size=place.world_size,
@@ -191,16 +285,16 @@ def open_rank(
             port=port,
             host=place.host,
             pid=os.getpid(),
-            on_abort=_stay
-            if survives_abort
-            else Leaving(directory, rank=place.rank, in_slurm=bool(place.node)),
+            on_abort=_stay if survives_abort else unwinding or leaving,
+            progress=None if witnessed is None else witnessed.progress,
         )
     except Exception as error:
         words = last_words_of(error, step=0, phase="start", micro_batch=0)
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    return _Rank(directory, place, file, member, nonce, launch_started or begun)
+    rank = _Rank(directory, place, file, member, nonce, launch_started or begun, mine, unwinding)
+    return _Opened(rank, notices, leaving, unwinding, witnessed)
 
 
 class _Channel(Member):
@@ -217,7 +311,7 @@ class _Channel(Member):
 
 
 class _Notices:
-    """Signals seen before there is a channel are said as soon as there is one."""
+    """Signals seen while there is no channel are said as soon as there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -231,12 +325,24 @@ class _Notices:
             else:
                 self._member.send(p.Notice(what=signal.name))
 
-    def say_through(self, member: Member) -> None:
+    def say_through(self, member: Member | None) -> None:
         with self._lock:
             self._member = member
+            if member is None:
+                return
             early, self._early = self._early, []
         for signal in early:
             self.seen(signal)
+
+
+class Kept:
+    """What a process has once, however many launches it is a rank of.  Main thread."""
+
+    def __init__(self) -> None:
+        self.notices = _Notices()
+        self.watcher = SignalWatcher(self.notices.seen)
+        #: The program, once it is imported: what it keeps in its modules is kept.
+        self.entry: Callable[..., Any] | None = None
 
 
 class _Rank:
@@ -250,7 +356,15 @@ class _Rank:
         member: _Channel,
         nonce: str,
         launch_started: float,
+        kept: Kept,
+        unwinding: Unwinding | None,
     ) -> None:
+        self._kept = kept
+        self._unwinding = unwinding
+        #: Who looks on, where this rank's own script ends it (``leave``).
+        self.witnessed: Witnessed | None = None
+        self._failed_of: Cause | None = None
+        self._journal: JournalWriter | None = None
         self._directory = directory
         self._place = place
         self._file = file
@@ -264,20 +378,41 @@ class _Rank:
     def train(self) -> Result:
         """Train, and leave the channel when the last words are said."""
         try:
-            return self._train()
+            if self._unwinding is None:
+                return self._train()
+            result: Result = self._unwinding.run(self._train)
+            return result
+        except LaunchOver:
+            return Result(Outcome.UNWOUND, 0)
         finally:
+            if self._journal is not None:
+                self._journal.close()
             self._member.close()
+
+    def may_go_on(self, result: Result) -> bool:
+        """Whether this process may be a rank of the next launch too, by its end and by policy."""
+        if result.outcome is Outcome.FAILED:
+            cause = self._failed_of
+            return cause is not None and trusts_process(self._file.job.recovery, cause)
+        return result.outcome in (Outcome.UNWOUND, Outcome.GIVEN_UP)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._unwinding is not None and self._unwinding.begun
 
     def _train(self) -> Result:
         # Everything below may import torch; the three unwinding classes live beside it.
         try:
             run = self._prepare()
         except Exception as error:
+            if self._is_over:
+                raise
             self._last_words(error)
             return Result(Outcome.FAILED, 0)
         from slurm_forge.training.entry import call_entry
 
         def work() -> int:
+            assert self._entry is not None  # noqa: S101  loaded above
             call_entry(self._entry, run, run.args)
             return int(run.finish())
 
@@ -289,7 +424,7 @@ class _Rank:
             return self._prepare()
         except Exception as error:
             self._last_words(error)
-            self._member.close()
+            self._close()
             raise
 
     def leave(self, error: BaseException | None) -> Result:
@@ -303,7 +438,14 @@ class _Rank:
         try:
             return self._outcome(work)
         finally:
-            self._member.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self.witnessed is not None:
+            self.witnessed.end()
+        if self._journal is not None:
+            self._journal.close()
+        self._member.close()
 
     def _outcome(self, work: Callable[[], int]) -> Result:
         from slurm_forge.training.boundary import RunStopped
@@ -316,7 +458,11 @@ class _Rank:
             return Result(Outcome.STOPPED, run.step_number)
         except LaunchGivenUp:
             return Result(Outcome.GIVEN_UP, run.step_number)
+        except LaunchOver:
+            raise
         except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
+            if self._is_over:
+                raise
             run.let_land()  # the last words end the other ranks, and their part of a save
             self._last_words(error)
             return Result(Outcome.FAILED, run.step_number)
@@ -352,7 +498,7 @@ class _Rank:
         met = time.time()
         journal = None
         if place.rank == 0:
-            journal = JournalWriter(
+            journal = self._journal = JournalWriter(
                 self._directory, attempt=brief.attempt, writer="rank0", launch=brief.launch
             )
         context = RankContext(
@@ -379,8 +525,9 @@ class _Rank:
             )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
-        if spec.entry is not None:
-            self._entry = load_entry(spec.entry, self._file.folder)
+        if self._kept.entry is None and spec.entry is not None:
+            self._kept.entry = load_entry(spec.entry, self._file.folder)
+        self._entry = self._kept.entry
         self._run = Run(
             context,
             device=device,
@@ -394,12 +541,15 @@ class _Rank:
     def _last_words(self, error: BaseException) -> None:
         """Over the channel, never over a collective: the others may be inside one."""
         run = self._run
+        if self._unwinding is not None:
+            self._unwinding.last_words()
         words = last_words_of(
             error,
             step=0 if run is None else run.step_number,
             phase="start" if run is None else "train",
             micro_batch=0 if run is None else run.micro_batch,
         )
+        self._failed_of = Cause(words.cause)
         sys.stderr.write(words.trace)
         if run is not None and words.cause in (Cause.CUDA_OOM.value, Cause.HOST_OOM.value):
             with contextlib.suppress(Exception):  # the words matter more
@@ -438,24 +588,45 @@ def _stay(reason: str) -> None:
     del reason
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point of ``python -m slurm_forge.training.worker RUN``."""
+def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> NoReturn:
+    """Entry point of ``python -m slurm_forge.training.worker RUN``, and of a forked worker.
+
+    ``parking`` is where it may wait for another launch.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     knobs = Knobs.from_environ(os.environ)
+    kept = None
     code = 1
     try:
+        if parking is not None:
+            kept = Kept()
         if len(arguments) != 1 or knobs.channel is None:
             raise ForgeError(
                 "the worker is started by slurm_forge itself",
                 next_step="Start a run with slurm-forge submit or slurm-forge run.",
             )
-        result = run_rank(
-            RunDirectory.existing(arguments[0]),
-            place_from_environ(os.environ),
-            channel=knobs.channel,
-            nonce=knobs.nonce,
-            launch_started=knobs.started,
-        )
+        while True:
+            result = run_rank(
+                RunDirectory.existing(arguments[0]),
+                place_from_environ(os.environ),
+                channel=knobs.channel or "",
+                nonce=knobs.nonce,
+                launch_started=knobs.started,
+                kept=kept,
+            )
+            if parking is None or result.outcome is not Outcome.UNWOUND:
+                break
+            order = parking.wait()
+            if order is None:
+                break
+            knobs = Knobs(
+                channel=order.channel,
+                nonce=order.nonce,
+                attempt=order.attempt,
+                launch=order.launch,
+                started=order.started,
+            )
+            os.environ.update(knobs.to_environ())
         code = 1 if result.outcome is Outcome.FAILED else 0
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

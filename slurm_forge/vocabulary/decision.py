@@ -8,7 +8,7 @@ from enum import Enum
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
-__all__ = ["Action", "Change", "Decision", "Incident"]
+__all__ = ["Action", "Change", "Decision", "Incident", "Start"]
 
 
 class Action(str, Enum):
@@ -32,6 +32,17 @@ class Action(str, Enum):
     RAISE = "raise"
     #: Not a rung: the run is over (finished, cancelled, or asked to stop) and stays so.
     STOP = "stop"
+
+
+class Start(str, Enum):
+    """From what the ranks of a launch are started.  The values are what ``start:`` takes."""
+
+    #: A new ``srun``, a new interpreter.
+    COLD = "cold"
+    #: Forked by the agent that stands on each node, which has imported everything.
+    WARM = "warm"
+    #: The same processes, where ranks could unwind; the others warm.
+    IN_PROCESS = "in_process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

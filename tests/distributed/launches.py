@@ -66,7 +66,13 @@ def train(run: forge.Run) -> None:
 def new_run(folder: Path, name: str = "run", **spec: Any) -> RunDirectory:
     """A run directory below ``folder``; ``spec`` has the keys of a job file."""
     job = job_from_mapping(
-        {"name": name, "entry": f"{__name__}:train", "probe": {"enabled": False}, **spec}
+        {
+            "name": name,
+            "entry": f"{__name__}:train",
+            "probe": {"enabled": False},
+            "watchdog": {"enabled": False},
+            **spec,
+        }
     )
     here = Path(__file__).resolve().parents[2]
     run, _ = create_run(job, runs=folder, site=find_site("generic"), submitted_from=here)

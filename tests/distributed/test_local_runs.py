@@ -338,3 +338,21 @@ def test_in_process_an_error_comes_back_as_one(tmp_path: Path) -> None:
     assert "did not finish: app_error: the same error at the same step" in result
     assert run_state(run).status is RunStatus.HELD
     assert len(run_state(run).attempts) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_rank_0_that_holds_its_interpreters_lock_is_ended_by_its_own_witness(
+    tmp_path: Path,
+) -> None:
+    """The conductor sits in that very process: nobody but the witness beside it can act."""
+    watchdog = {"at_least": "1s", "at_most": "12s"}
+    run = here(tmp_path, inject=["gil@6:rank0"], watchdog=watchdog)
+    state = run_state(run)
+    assert state.status is RunStatus.FINISHED
+    assert len(state.attempts) == 2
+    incident = state.attempts[0].incidents[-1][1]
+    assert (incident.cause, incident.rank, incident.step) == (Cause.HANG, 0, 6)
+    assert "C code holds the interpreter's lock" in incident.evidence[0].text
+    assert "hold_interpreter" in (run.stacks(1, 1) / "rank-00000.txt").read_text()
+    check_samples(run)

@@ -131,6 +131,7 @@ def job_mapping(
     memory: str,
     sbatch: Mapping[str, str],
     job: Mapping[str, Any],
+    spare_nodes: int | None = None,
 ) -> dict[str, Any]:
     """A job file of ``tests/jobs.py``, one rank on each node; ``job`` are further keys of it."""
     return {
@@ -139,6 +140,7 @@ def job_mapping(
         "args": dict(args),
         "resources": {
             "nodes": nodes,
+            "spare_nodes": spare_nodes,
             "tasks_per_node": 1,
             "cpus_per_task": 1,
             "mem": memory,
@@ -163,6 +165,7 @@ def submit(
     minutes: float = 30,
     memory: str = "1500M",
     sbatch: Mapping[str, str] | None = None,
+    spare_nodes: int | None = None,
     **job: Any,
 ) -> Watched:
     """Make a run of ``tests/jobs.py`` and start it."""
@@ -176,6 +179,7 @@ def submit(
             memory=memory,
             sbatch=sbatch or {},
             job=job,
+            spare_nodes=spare_nodes,
         )
     )
     site = find_site("generic")

@@ -226,6 +226,20 @@ def node_lost(story: Story) -> None:
     story.requeue("never")
 
 
+def node_lost_and_outlived(story: Story) -> None:
+    """With --no-kill the job runs on; a requeue gives it as many nodes as it asked for."""
+    story.submit("a", Kind.STUBBORN, "--requeue", "--no-kill", "--nodes=2")
+    first = story.wait("a", JobState.RUNNING)
+    (lost,) = set(expand_nodes(first.nodelist or "")) - {first.batch_host}
+    story.world.lose_node(lost)
+    fewer = story.wait("a", lambda r: r.nodelist == r.batch_host, 120)
+    assert (fewer.state, fewer.num_nodes, fewer.failed_node) == (JobState.RUNNING, 1, None)
+    story.requeue("a")
+    again = story.wait("a", lambda r: r.state is JobState.RUNNING and r.restarts == 1)
+    nodes = expand_nodes(again.nodelist or "")
+    assert (len(nodes), again.num_nodes, lost in nodes) == (2, 2, False)
+
+
 def one_task_of_an_array(story: Story) -> None:
     array = story.world.submit(Kind.SLEEPS, "--array=1-2")
     for task in (1, 2):
@@ -254,6 +268,7 @@ SLOW: tuple[Scenario, ...] = (
     time_limit,
     changed,
     node_lost,
+    node_lost_and_outlived,
     one_task_of_an_array,
 )
 

@@ -175,6 +175,7 @@ def test_step_longer_than_the_lead_time_is_requeued_all_the_same(
         minutes=1,
         lead="8s",
         args={**PACE, "long_step": 45, "long_seconds": 300},
+        watchdog={"enabled": False},  # to which such a step is a hang
     )
     state = watched.wait_finished(240)
     assert len(state.attempts) == 2

@@ -77,6 +77,7 @@ def write_configuration(
     """slurm.conf and what lies beside it.  May be called again with another spec."""
     for name in render.node_names(spec, ports):
         layout.spool(name).mkdir(parents=True, exist_ok=True)
+    _write(layout.epilog, render.epilog(spec).encode(), 0o755)
     devices = all(_make_device(layout.gpu(index)) for index in range(spec.gpus))
     for name, text in (
         ("slurm.conf", render.slurm_conf(spec, layout, ports, platform)),

@@ -96,6 +96,11 @@ class Layout:
         return self.directory / "etc" / "slurm.conf"
 
     @property
+    def epilog(self) -> Path:
+        """What the nodes run after each job, where a cluster is to take its time there."""
+        return self.directory / "etc" / "epilog"
+
+    @property
     def logs(self) -> Path:
         """One log per daemon."""
         return self.directory / "log"

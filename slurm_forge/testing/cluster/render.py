@@ -16,12 +16,14 @@ __all__ = [
     "database_conf",
     "database_setup",
     "effective_tracking",
+    "epilog",
     "gres_conf",
     "node_names",
     "slurm_conf",
     "slurmdbd_conf",
 ]
 
+_QUICK = "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0"
 _PREEMPT_PARAMETERS = SlurmVersion(23, 2)  # before: SlurmctldParameters
 _MAX_BATCH_REQUEUE = SlurmVersion(23, 11)  # before: a constant in the source
 
@@ -79,7 +81,8 @@ def slurm_conf(spec: ClusterSpec, layout: Layout, ports: Ports, platform: Platfo
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core_Memory",
         "SchedulerType=sched/backfill",
-        "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0",
+        *([_QUICK] if spec.quick_scheduling else []),
+        *([f"Epilog={layout.epilog}"] if spec.epilog else []),
         "PriorityType=priority/basic",
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
@@ -159,6 +162,11 @@ def gres_conf(spec: ClusterSpec, layout: Layout, *, devices: bool) -> str:
     first = layout.gpu(0)
     files = first if spec.gpus == 1 else first.with_name(f"gpu[0-{spec.gpus - 1}]")
     return f"AutoDetect=off\nName=gpu {f'File={files}' if devices else f'Count={spec.gpus}'}\n"
+
+
+def epilog(spec: ClusterSpec) -> str:
+    """What slurmd runs on each node after a job, before the node is free again."""
+    return f"#!/bin/sh\nsleep {_seconds(spec.epilog)}\n"
 
 
 def database_conf(layout: Layout, ports: Ports) -> str:

@@ -7,8 +7,17 @@ import re
 from dataclasses import dataclass
 from datetime import timedelta
 
-__all__ = ["ClusterSpec", "PartitionPreemption", "PartitionSpec", "Tracking", "default_partitions"]
+__all__ = [
+    "DEFAULT_CRED_EXPIRE",
+    "ClusterSpec",
+    "PartitionPreemption",
+    "PartitionSpec",
+    "Tracking",
+    "default_partitions",
+]
 
+#: Slurm's own: a requeued job waits a second longer than that (slurm.conf, AuthInfo).
+DEFAULT_CRED_EXPIRE = timedelta(seconds=120)
 # Slurm takes anything shorter for a mistake, says so in slurmctld.log, and goes back to 120 s.
 SHORTEST_CRED_EXPIRE = timedelta(seconds=5)
 
@@ -77,7 +86,9 @@ class ClusterSpec:
 
     CPUs and memory are claims (``SlurmdParameters=config_overrides``), not what the machine has.
     A requeued job waits ``cred_expire`` and a second.  ``max_batch_requeue`` needs a Slurm that
-    lets it be set; older ones have a fixed 5.
+    lets it be set; older ones have a fixed 5.  ``quick_scheduling=False`` leaves Slurm its own
+    intervals between looks at the queue (30 to 60 s), ``epilog`` is how long the nodes take to be
+    cleaned up after a job, in whole seconds.
     """
 
     nodes: int = 4
@@ -95,6 +106,8 @@ class ClusterSpec:
     send_user_signal: bool = False
     max_batch_requeue: int | None = None
     accounting: bool = True
+    quick_scheduling: bool = True
+    epilog: timedelta = timedelta(0)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "cpus", "memory_mib", "default_memory_per_cpu_mib"):

@@ -31,6 +31,7 @@ class Asked:
     time_limit: timedelta | None = None
     memory: int | None = None
     requeue: bool | None = None
+    no_kill: bool = False
     hold: bool = False
     begin: timedelta = timedelta(0)
     #: (``afterany``, job) each; all of them must be fulfilled.
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mem")
     parser.add_argument("--requeue", action="store_true", default=None)
     parser.add_argument("--no-requeue", dest="requeue", action="store_false")
+    parser.add_argument("-k", "--no-kill", action="store_true")
     parser.add_argument("-H", "--hold", action="store_true")
     parser.add_argument("-b", "--begin", default="now")
     parser.add_argument("-d", "--dependency", default="")
@@ -100,6 +102,7 @@ def parse_sbatch(args: Sequence[str]) -> Asked:
             time_limit=None if given.time is None else parse_slurm_duration(given.time),
             memory=None if given.mem is None else parse_memory(given.mem),
             requeue=given.requeue,
+            no_kill=given.no_kill,
             hold=given.hold,
             begin=_begin(given.begin),
             dependencies=_dependencies(given.dependency),

@@ -178,6 +178,11 @@ class Controller(JobLife):
             if on_it and job.completing:
                 self._processes_gone(job)
             return
+        if job.asked.no_kill and not on_it:
+            # It goes on without it, and neither FailedNode nor the reason say so (22.05.8).
+            job.nodes = tuple(name for name in job.nodes if name != node.name)
+            job.without += 1
+            return
         job.failed_node, job.reason = node.name, "NodeDown"
         job.in_grace = False
         if job.requeue:

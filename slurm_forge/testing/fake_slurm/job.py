@@ -58,6 +58,8 @@ class FakeJob:
     warned: bool = False
     nodes: tuple[str, ...] = ()
     num_nodes: int = 1
+    #: How many nodes the job goes on without (``--no-kill``); shown until it starts again.
+    without: int = 0
     excluded: tuple[str, ...] = ()
     time_limit: timedelta = timedelta(minutes=10)
     memory: int | None = None
@@ -135,14 +137,15 @@ class FakeJob:
             requested_nodes=fold_nodes(self.asked.nodelist) if self.asked.nodelist else None,
             excluded_nodes=fold_nodes(self.excluded) if self.excluded else None,
             batch_host=self.nodes[0] if self.nodes else None,
-            num_nodes=self.num_nodes,
+            num_nodes=self.num_nodes - self.without,
             memory_per_node=self.memory,
             command=str(self.script),
             comment=self.comment,
         )
 
     def queued(self) -> QueueRecord:
-        """What squeue says."""
+        """What squeue says: of one that waits, when it may start."""
+        waiting = self.base is JobState.PENDING and not self.completing
         return QueueRecord(
             job_ref=self.ref,
             job_id=self.number,
@@ -150,7 +153,7 @@ class FakeJob:
             state_text=self.state.value,
             reason=self.reason,
             partition=self.partition,
-            start_time=self.started,
+            start_time=self.begin if waiting else self.started,
         )
 
     def row(self, state: JobState, *, by: int | None = None) -> AccountingRecord:

@@ -29,7 +29,7 @@ class JobLife(Registry):
         job.eligible = job.begin or job.eligible or now
         job.begin, job.started, job.ended = None, now, None
         job.preempt_time = job.grace_end = None
-        job.warned = False
+        job.warned, job.without = False, 0
         for name in nodes:
             self.nodes[name].job = job
         if revoked and job.restarts:

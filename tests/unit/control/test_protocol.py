@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.control import LaunchBrief
+from slurm_forge.control import agents as a
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
 from slurm_forge.errors import ControlChannelError
@@ -52,6 +53,26 @@ def test_every_message_comes_back_as_it_was(kind: type[p.Message]) -> None:
         assert line.endswith(b"\n")
         assert line.count(b"\n") == 1
         assert p.decode(line) == message
+
+    back()
+
+
+AGENTS: list[type[p.Message]] = [
+    kind
+    for kind in (getattr(a, name) for name in a.__all__)
+    if isinstance(kind, type) and issubclass(kind, p.Message)
+]
+
+
+@pytest.mark.parametrize("kind", AGENTS, ids=lambda kind: kind.__name__)
+def test_agents_messages_come_back_and_are_none_of_the_ranks(kind: type[p.Message]) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(message_of(kind))
+    def back(message: p.Message) -> None:
+        line = p.encode(message)
+        assert a.decode_agents(line) == message
+        with pytest.raises(ControlChannelError):
+            p.decode(line)
 
     back()
 

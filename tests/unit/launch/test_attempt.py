@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.launch.attempt import Attempt, Refusal, begin
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.classify import LostRank, RankFailure
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
@@ -29,6 +30,10 @@ FINISHED = LaunchFacts(now=NOW, step=9, finished=True, exit_status=0)
 IN_GRACE = JobRecord(
     job_id=42, name="x", state=JobState.RUNNING, state_text="RUNNING", preempt_time=NOW
 )
+STALLED = Stall(
+    cause=Cause.HANG, late_ranks=(1,), late_hosts=("n1",), step=7, since=timedelta(seconds=40),
+    limit=timedelta(seconds=30), evidence=(),
+)  # fmt: skip
 PREEMPTED = LaunchFacts(now=NOW, step=7, rank_signals=("SIGTERM",), job=IN_GRACE)
 
 
@@ -201,3 +206,25 @@ def test_an_attempt_that_was_overtaken_is_not_judged(run: RunDirectory) -> None:
     assert found_out.cause is Cause.UNKNOWN, "what its successor found out, and nothing of its own"
     assert old.state().status is RunStatus.RUNNING
     assert second.number == 2
+
+
+def stalled(attempt: Attempt) -> bool:
+    return attempt.only_warns(LaunchFacts(now=NOW, step=7, stalled=STALLED))
+
+
+def test_a_standstill_that_the_ladder_only_warns_of_is_written_down_and_goes_on(
+    run: RunDirectory,
+) -> None:
+    attempt = started(run)
+    launch(attempt)
+    assert not stalled(attempt), "the default ladder starts the ranks again"
+    assert attempt.state().attempts[0].incidents == ()
+    ladder = {"hang": [{"do": "warn", "times": 2}, {"do": "relaunch", "times": 1}]}
+    changed = job_from_mapping({"name": "tiny", "entry": "a.b:train", "recovery": ladder})
+    attempt.file = attempt.file.model_copy(update={"job": changed})
+    assert [stalled(attempt) for _ in range(3)] == [True, True, False]
+    state = attempt.state()
+    assert [d.action for _, d in state.attempts[0].decisions] == [Action.WARN, Action.WARN]
+    assert len({i.id for _, i in state.attempts[0].incidents}) == 2
+    facts = LaunchFacts(now=NOW, step=7, stalled=STALLED)
+    assert conclude(attempt, facts).action is Action.RELAUNCH

@@ -43,6 +43,7 @@ class Ladder:
         *,
         wait: timedelta,
         arguments: Callable[[], tuple[str, ...]],
+        soon: Callable[[], timedelta | None],
     ) -> Comeback:
         self.update, self.wait, self.arguments = update(), wait, arguments()
         return Comeback(Taken.REQUEUED, reason)
@@ -134,7 +135,7 @@ def here(tmp_path: Path) -> Place:
 
 def test_the_node_of_the_incident_is_left_out(here: Place) -> None:
     decision = here.decision("n2")
-    assert here.back.must_leave(decision)
+    assert here.back.avoided(decision) == {"n2"}
     here.back.come_back(decision)
     assert here.left_out == ("n2",)
     assert "--exclude=n2" in here.ladder.arguments
@@ -144,7 +145,7 @@ def test_a_run_that_needs_all_nodes_leaves_none_out(tmp_path: Path) -> None:
     """It would wait for ever."""
     whole = place(tmp_path, nodes=4)
     decision = whole.decision("n2")
-    assert not whole.back.must_leave(decision)
+    assert not whole.back.avoided(decision)
     whole.back.come_back(decision)
     assert whole.left_out == ()
 
@@ -163,7 +164,7 @@ def test_where_slurm_does_not_say_how_many_there_are_the_plan_holds(tmp_path: Pa
 
 def test_slurm_is_asked_once_when_the_attempt_begins(here: Place) -> None:
     decision = here.decision("n2")
-    here.back.must_leave(decision)
+    here.back.avoided(decision)
     here.back.come_back(decision)
     assert here.slurm.asked == ["p"]
 
@@ -190,9 +191,9 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
     )
     other.back.come_back(other.decision("n3"))
     assert sorted(other.left_out) == ["n2", "n3"]
-    assert not other.back.must_leave(other.decision()), "nothing of its own is wrong with n2"
+    assert not other.back.avoided(other.decision()), "nothing of its own is wrong with n2"
 
 
 def test_how_long_slurm_waits_before_it_kills_is_known(here: Place) -> None:
-    here.back.must_leave(here.decision("n2"))
+    here.back.avoided(here.decision("n2"))
     assert here.back.kill_wait == timedelta(seconds=7)

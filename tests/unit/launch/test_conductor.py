@@ -27,6 +27,7 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.timing import Timing
 from slurm_forge.recovery import LaunchFacts, classify
+from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
@@ -112,6 +113,9 @@ class Launcher:
 
     def tail(self) -> str:
         return self.text
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        return ()
 
 
 class Rank:

@@ -458,3 +458,80 @@ def test_a_full_disk_does_not_prevent_the_requeue(
     )
     assert ladder.climb("preempted").taken is Taken.REQUEUED
     assert slurm.asked == ["requeue 42"]
+
+
+def soon_ladder(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> Ladder:
+    attempt = claim(run)
+    journal = JournalWriter(run, attempt=attempt, writer="supervisor")
+    journal.write(AttemptStarted(job="42", restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
+    return Ladder(
+        slurm,  # type: ignore[arg-type]
+        job="42",
+        script=None,
+        journal=journal,
+        fence=Fence(run, attempt),
+        restart_count=3,
+        sleep=waits.append,
+        clock=waits.now,
+    )
+
+
+def test_a_requeued_job_is_to_start_soon_and_sooner_once_we_are_gone(run: RunDirectory) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    ladder = soon_ladder(run, slurm, Waits())
+    ladder.climb("preempted", soon=lambda: timedelta(seconds=43))
+    ladder.start_soon(timedelta(seconds=3))
+    assert slurm.asked == [
+        "requeue 42",
+        "update 42 StartTime=now+43",
+        "update 42 StartTime=now+3",
+    ]
+
+
+def test_a_pause_that_was_decided_on_holds(run: RunDirectory) -> None:
+    waits = Waits()
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    ladder = soon_ladder(run, slurm, waits)
+    ladder.climb("io", wait=timedelta(seconds=300), soon=lambda: timedelta(seconds=43))
+    waits.append(20)
+    ladder.start_soon(timedelta(seconds=3))
+    assert slurm.asked == [
+        "requeue 42",
+        "update 42 StartTime=now+300",
+        "update 42 StartTime=now+280",
+    ]
+
+
+def test_where_slurms_delay_is_kept_or_the_job_is_not_ours_nothing_is_asked(
+    run: RunDirectory,
+) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    ladder = soon_ladder(run, slurm, Waits())
+    ladder.climb("preempted", soon=lambda: None)
+    ladder.start_soon(timedelta(seconds=3))
+    assert slurm.asked == ["requeue 42"]
+    denied = ScriptedSlurm([RequeueOutcome.DENIED])
+    other = soon_ladder(run, denied, Waits())
+    other.climb("preempted", soon=lambda: timedelta(seconds=43))
+    other.start_soon(timedelta(seconds=3))
+    assert denied.asked == ["requeue 42"]
+
+
+def test_a_site_that_refuses_a_begin_time_costs_nothing_else(run: RunDirectory) -> None:
+    class Refuses(ScriptedSlurm):
+        def update_job(self, job: str, update: JobUpdate) -> None:
+            super().update_job(job, update)
+            if update.start_after is not None:
+                raise SlurmCommandError(["scontrol"], 1, "Access/permission denied")
+
+    slurm = Refuses([RequeueOutcome.REQUEUED])
+    ladder = soon_ladder(run, slurm, Waits())
+    done = ladder.climb(
+        "oom",
+        JobUpdate(memory_per_node=1 << 30),
+        soon=lambda: timedelta(seconds=43),
+    )
+    ladder.start_soon(timedelta(seconds=3))
+    assert done.taken is Taken.REQUEUED
+    assert "update 42 MinMemoryNode=1024" in slurm.asked
+    assert told(run) == ["requeue_intended", "requeue_done"]

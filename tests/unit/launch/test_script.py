@@ -27,6 +27,29 @@ def file_of(
     return RunFile(submitted_from="/home/me", python=python, env=env or {}, job=spec)
 
 
+@pytest.mark.parametrize(
+    ("job", "nodes", "outlives"),
+    [
+        ({"resources": {"nodes": 3, "spare_nodes": 2}}, 5, True),
+        ({"resources": {"nodes": 3}}, 3, False),
+        (
+            {
+                "resources": {"nodes": 3},
+                "recovery": {"node_fail": [{"do": "fewer_nodes", "times": 1}, {"do": "requeue"}]},
+            },
+            3,
+            True,
+        ),
+    ],
+)
+def test_spare_nodes_are_asked_for_and_the_job_outlives_a_lost_one(
+    job: dict, nodes: int, outlives: bool
+) -> None:
+    lines = render(file_of(**job), SITE, RUN).splitlines()
+    assert f"#SBATCH --nodes={nodes}" in lines
+    assert ("#SBATCH --no-kill" in lines) is outlives
+
+
 def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     resources = {
         "nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "cpus_per_task": 8, "mem": "64G",

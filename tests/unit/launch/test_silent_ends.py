@@ -21,7 +21,7 @@ from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
+from slurm_forge.slurm.records import AccountingRecord, ConfigRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
@@ -48,6 +48,10 @@ class Answers:
     def show_job(self, job: str) -> JobRecord | None:
         self._reach("scontrol")
         return self.job
+
+    def show_config(self) -> ConfigRecord:
+        self._reach("scontrol")
+        return ConfigRecord(cluster_name="hill", auth_info=("cred_expire=5",))
 
     def accounting(self, job: str) -> tuple[AccountingRecord, ...]:
         self._reach("sacct")

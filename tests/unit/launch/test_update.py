@@ -68,6 +68,17 @@ def test_where_the_job_file_names_none_the_job_s_own_counts(
     assert memory(given, record(memory_per_node=has * MIB)) == expected * MIB
 
 
+def test_spare_nodes_are_asked_for_again_beside_fewer() -> None:
+    job = job_from_mapping({
+        "name": "x", "entry": "a:b",
+        "resources": {"nodes": 4, "spare_nodes": 1, "tasks_per_node": 2},
+    })  # fmt: skip
+    fewer = update_for(decision(Action.FEWER_NODES, nodes=2), job, None)
+    assert fewer is not None
+    assert (fewer.num_nodes, fewer.num_tasks) == (3, 6)
+    assert "--nodes=3" in arguments_for(fewer, job)
+
+
 def test_memory_per_cpu_becomes_memory_per_node() -> None:
     per_cpu = record(memory_per_cpu=100 * MIB)
     assert memory(RAISED, per_cpu, cpus_per_task=4, tasks_per_node=2) == 1200 * MIB

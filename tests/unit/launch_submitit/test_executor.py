@@ -33,8 +33,9 @@ def forge(folder: Path, **parameters) -> submitit.AutoExecutor:
     return executor
 
 
-def new_run(folder: Path, name: str = "run") -> RunDirectory:
-    job = job_from_mapping({"name": name, "entry": "tests.unit.launch_submitit.programs:train"})
+def new_run(folder: Path, name: str = "run", **resources: int) -> RunDirectory:
+    entry = "tests.unit.launch_submitit.programs:train"
+    job = job_from_mapping({"name": name, "entry": entry, "resources": resources})
     return create_run(job, runs=folder, site=find_site("generic"), submitted_from=Path.cwd())[0]
 
 

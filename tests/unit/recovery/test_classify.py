@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank, RankFailure
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
 LIMIT = timedelta(hours=4)
@@ -65,7 +66,35 @@ OOM = (
 OLDER_OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0"
 CUDA_TEXT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.\n"
 
+STALL = Stall(
+    cause=Cause.HANG, late_ranks=(3,), late_hosts=("n3",), step=50, since=timedelta(seconds=40),
+    limit=timedelta(seconds=30), evidence=(Evidence("watchdog", "rank 3 stands still"),),
+)  # fmt: skip
+
 CASES = [
+    Case(
+        "a standstill; ranks that were ended for it lost their peers",
+        Cause.HANG,
+        Confidence.LIKELY,
+        {"stalled": STALL, "failures": (failed(Cause.NCCL_ERROR), failed(Cause.APP_ERROR))},
+        hosts=("n3",),
+        rank=3,
+        says="rank 3 stands still",
+    ),
+    Case(
+        "a standstill in which a file system does not answer",
+        Cause.STORAGE,
+        Confidence.LIKELY,
+        {"stalled": replace(STALL, cause=Cause.STORAGE)},
+        hosts=("n3",),
+        rank=3,
+    ),
+    Case(
+        "a standstill, and the job is being preempted",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**TERM, "job": IN_GRACE, "stalled": STALL},
+    ),
     Case(
         "preempted with grace: the steps got SIGTERM, the job still runs, PreemptTime is set",
         Cause.PREEMPTED,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slurm_forge.recovery.endings import Ending, cause_of_ending, supervisor_lost
+from slurm_forge.recovery.launch_facts import RankFailure
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -42,6 +43,21 @@ def record(**values: Any) -> JobRecord:
 
 def ending(**values: Any) -> Ending:
     return Ending(**{"started": START + timedelta(seconds=2), "host": "n1", "step": 40, **values})
+
+
+@pytest.mark.parametrize(
+    ("rows", "cause"),
+    [((), Cause.HANG), ((row("FAILED"),), Cause.HANG), ((row("TIMEOUT"),), Cause.TIME_LIMIT)],
+)
+def test_what_a_witness_had_left_behind_counts_where_slurm_says_less(
+    rows: tuple[AccountingRecord, ...], cause: Cause
+) -> None:
+    words = RankFailure(rank=0, host="n1", cause=Cause.HANG, step=33, text="no thread ran")
+    incident = cause_of_ending(ending(rows=rows, left=(words,)), "1.1")
+    assert incident.cause is cause
+    if cause is Cause.HANG:
+        assert (incident.rank, incident.hosts, incident.step) == (0, ("n1",), 33)
+        assert incident.evidence[0].text == "no thread ran"
 
 
 @pytest.mark.parametrize(

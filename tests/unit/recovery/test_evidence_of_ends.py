@@ -10,7 +10,7 @@ import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank
-from slurm_forge.recovery.launch_facts import Heartbeat
+from slurm_forge.recovery.launch_facts import Heartbeat, WorkerEnd
 from slurm_forge.slurm.records import AccountingRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -361,3 +361,42 @@ def test_ranks_that_only_lost_a_peer_are_told_apart() -> None:
     assert (incident.cause, incident.rank) == (Cause.APP_ERROR, 2)
     assert incident.evidence[-1].source == "followers"
     assert "ranks 0, 3" in incident.evidence[-1].text
+
+
+# -- what agents say of the processes that they have collected -------------------------------------
+
+
+def end(rank: int, signal: str = "", code: int | None = None, *, ours: bool = False) -> WorkerEnd:
+    after = timedelta(seconds=60 + rank)
+    return WorkerEnd(
+        rank=rank, host=f"n{rank + 1}", signal=signal, exit_code=code, after=after, ours=ours
+    )
+
+
+def test_agents_tell_which_rank_went_first_and_of_what() -> None:
+    ends = (end(1, "SIGSEGV"), end(0, code=1))
+    incident = judged(lost=ALL_LOST, ends=ends, exit_status=139)
+    assert (incident.cause, incident.rank, incident.hosts) == (Cause.CRASH, 1, ("n2",))
+    assert "agent: n2: rank 1: SIGSEGV" in told(incident)
+
+
+def test_a_rank_that_had_last_words_is_not_the_one_that_was_killed() -> None:
+    """It may well be collected first: whoever is killed with a large core takes its time."""
+    ends = (end(0, code=1), end(1, "SIGKILL"))
+    lost = (LostRank(1, "n2"),)
+    peer = failed(Cause.NCCL_ERROR, rank=0, after_loss=True)
+    incident = judged(lost=lost, failures=(peer,), ends=ends, exit_status=1)
+    assert (incident.cause, incident.rank) == (Cause.CRASH, 1)
+
+
+def test_what_was_ended_on_our_order_began_nothing() -> None:
+    ends = (end(0, "SIGKILL", ours=True), end(1, code=7))
+    incident = judged(lost=ALL_LOST, ends=ends, exit_status=7)
+    assert (incident.cause, incident.rank) == (Cause.CRASH, 1)
+
+
+def test_a_cancelled_step_is_sruns_to_tell_whatever_agents_saw() -> None:
+    ends = (end(0, "SIGKILL"), end(1, "SIGKILL"))
+    text = STEP + ABORTED + killed(0) + killed(1)
+    incident = judged(lost=ALL_LOST, ends=ends, exit_status=137, launcher_text=text)
+    assert incident.cause is Cause.USER_CANCELLED

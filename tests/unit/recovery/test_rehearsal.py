@@ -101,6 +101,12 @@ def test_more_time_and_fewer_nodes_are_rehearsed_with_what_the_job_asks_for() ->
     assert set(steps_of(text, Cause.TIME_LIMIT)) == {"raise_time"}
 
 
+def test_spare_nodes_are_used_up_and_come_back_with_the_next_start() -> None:
+    text = "resources: {nodes: 4, spare_nodes: 2}\n"
+    assert steps_of(text, Cause.NODE_FAIL, repeat=6) == ["relaunch", "relaunch", "requeue"] * 2
+    assert steps_of("resources: {nodes: 4}\n", Cause.NODE_FAIL, repeat=3) == ["requeue"] * 3
+
+
 def test_where_nothing_is_saved_in_time_the_third_attempt_is_the_last() -> None:
     text = "recovery: {hang: [{do: requeue, times: 9}]}\n"
     assert steps_of(text, Cause.HANG, at=50) == ["requeue", "requeue", "hold"]

@@ -109,6 +109,24 @@ def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:
     assert story.goodput == pytest.approx(4006.4 / story.elapsed_s, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (("n01", "n04"), "relaunched on n01 + spare n04 · "),
+        (("n01",), "relaunched on n01 · "),
+        (("n02", "n01"), "relaunched in the allocation · "),
+    ],
+)
+def test_where_the_ranks_went_is_told(scribe: Scribe, nodes: tuple[str, ...], words: str) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 30)
+    scribe.incident(Cause.NODE_FAIL, Action.RELAUNCH, text="no word", step=30)
+    scribe.relaunch(nodes=nodes)
+    scribe.resume(0)
+    assert words in told(scribe.facts())
+
+
 def test_what_is_repeated_is_from_the_last_step_to_the_one_resumed_from(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)

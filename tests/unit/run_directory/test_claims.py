@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import FencedError, RunDirectoryError
-from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt, list_claims, newest_claim
+from slurm_forge.run_directory import (
+    Fence,
+    RunDirectory,
+    claim_attempt,
+    list_claims,
+    mark_launch,
+    newest_claim,
+)
 from slurm_forge.run_directory import claims as claims_module
 
 
@@ -47,6 +54,20 @@ def test_a_newer_claim_fences_every_older_one_and_never_itself(run: RunDirectory
     fences[2]()
     for fence in fences[:2]:
         with pytest.raises(FencedError, match="attempt 3 has taken over"):
+            fence()
+
+
+def test_a_newer_launch_fences_the_older_ones_of_its_attempt(run: RunDirectory) -> None:
+    """A rank of theirs may live on a node that was given up."""
+    attempt = claim(run)
+    fences = [Fence(run, attempt, number) for number in (1, 2, 3)]
+    supervisor = Fence(run, attempt)
+    for number in (1, 2, 3):
+        mark_launch(run, attempt, number)
+    fences[2]()
+    supervisor()
+    for fence in fences[:2]:
+        with pytest.raises(FencedError, match="has taken over"):
             fence()
 
 

@@ -381,3 +381,18 @@ def test_any_name_of_one_line_is_read_back(name: str) -> None:
     (record,) = parse_jobs(text("job_running").replace("JobName=train", f"JobName={name}"))
     assert record.name == name
     assert record.state is JobState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("Epilog                  = (null)", False),
+        ("Epilog                  = /etc/slurm/epilog.sh", True),
+        ("EpilogSlurmctld         = /etc/slurm/e", True),
+        ("Epilog[0]               = /etc/slurm/e", True),
+        ("EpilogMsgTime           = 2000 usec", False),
+    ],
+)
+def test_whether_nodes_are_cleaned_up_after_a_job(line: str, known: bool) -> None:
+    text = f"Configuration data as of now\nClusterName             = hill\n{line}\n"
+    assert parse_config(text).has_epilog is known

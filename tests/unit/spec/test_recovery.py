@@ -83,6 +83,8 @@ def test_what_is_not_said_keeps_its_default_and_an_empty_ladder_holds_at_once() 
         (Cause.TIME_LIMIT, "{do: raise_time, times: 2, factor: 2.0}"),
         (Cause.NODE_FAIL, "{do: fewer_nodes, times: 1, factor: 0.75, exclude_node: true}"),
         (Cause.HANG, "{do: relaunch, times: 1, wait: 90s}"),
+        (Cause.APP_ERROR, "{do: relaunch, times: 1, start: in_process}"),
+        (Cause.CUDA_OOM, "{do: shrink_micro_batch, times: 1, start: cold}"),
     ],
 )
 def test_rungs_that_are_allowed(cause: Cause, rung: str) -> None:
@@ -173,7 +175,7 @@ MISTAKES = [
     (
         "{do: relaunch, times: 1, depth: 2}",
         'recovery.non_finite[0].depth: does not belong to "do: relaunch" (it takes times, '
-        "wait, exclude_node, lr_scale, ramp_steps, skip_samples, most_skipped, reseed)",
+        "wait, exclude_node, lr_scale, ramp_steps, skip_samples, most_skipped, reseed, start)",
     ),
     (
         "{do: requeue, times: 1, backoff: 30s}",
@@ -190,7 +192,7 @@ MISTAKES = [
     (
         "{do: rollback, times: 1, wait: 30s}",
         'recovery.non_finite[0].wait: does not belong to "do: rollback" (it takes times, depth, '
-        "lr_scale, ramp_steps, skip_samples, most_skipped, reseed, exclude_node)",
+        "lr_scale, ramp_steps, skip_samples, most_skipped, reseed, exclude_node, start)",
     ),
     (
         "{do: raise_time, times: 1}",

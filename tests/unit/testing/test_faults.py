@@ -136,7 +136,7 @@ def test_the_examples_mean_what_they_say() -> None:
     ("slow@3:seconds=-1", "can't be done"),
     ("slow@3:seconds=nan", "can't be done"),
     ("kill@3:factor=2", "factor is for spike"),
-    ("nan@3:seconds=2", "seconds is for slow and hang"),
+    ("nan@3:seconds=2", "seconds is for slow and hang and gil"),
     ("nan@3:attempt=0", "counted from 1"),
 ])  # fmt: skip
 def test_nonsense_is_refused_with_what_is_wrong(text: str, said: str) -> None:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
@@ -246,6 +248,31 @@ def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: 
     rank.faults._sleep = third
     with pytest.raises(KeyboardInterrupt):
         rank.step(3)
+
+
+def test_data_and_collective_say_what_they_need(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="num_workers=1"):
+        Rank(tmp_path, "data@1").step(1)
+    with pytest.raises(UnsupportedError, match="more ranks"):
+        Rank(tmp_path, "collective@2").step(2)
+
+
+def test_the_interpreters_lock_is_held_for_as_long_as_was_said(tmp_path: Path) -> None:
+    stop, ran = threading.Event(), []
+
+    def others() -> None:
+        while not stop.wait(0.01):
+            ran.append(time.monotonic())
+
+    beside = threading.Thread(target=others)
+    beside.start()
+    begun = time.monotonic()
+    Rank(tmp_path, "gil@1:seconds=0.4").step(1)
+    ended = time.monotonic()
+    stop.set()
+    beside.join()
+    assert not [at for at in ran if begun + 0.1 < at < begun + 0.35]
+    assert ended - begun >= 0.4
 
 
 def test_an_exception_is_one_that_says_what_it_is(tmp_path: Path) -> None:

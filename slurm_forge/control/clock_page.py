@@ -1,0 +1,214 @@
+"""A rank's progress clock: one page of shared memory, written in passing, read by another process.
+
+The main thread writes where it comes by anyway: no system call, no lock, well below a microsecond
+or two.  A reader may look at any moment and gets a whole record or none: the record is written in
+one go between two copies of a number, and a reader takes it only when it reads the same twice.
+Times are of ``time.monotonic``, which all processes of a node share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slurm_forge.vocabulary.position import LAST, Position
+
+__all__ = ["NOTABLE_S", "Alive", "ClockReader", "Lasted", "Moved", "ProgressClock", "new_page"]
+
+#: Shorter stretches are not told one by one: no limit is ever that short.
+NOTABLE_S = 0.25
+_SIZE = mmap.PAGESIZE
+_TEXT = 24
+_MOVED = struct.Struct("@qqqqqqd24s24sq")
+_PACK = _MOVED.pack_into
+_ALIVE_AT = 128
+_ALIVE = struct.Struct("@dq")
+_COUNT_AT = 192
+_COUNT = struct.Struct("@q")
+_RING_AT = 256
+_ENTRY = struct.Struct("@d24s")
+_ENTRIES = 64
+#: A reader that always meets a writer has a broken page before it.
+_TRIES = 1000
+#: So many stretches of a kind are told however short they are: then it counts as known.
+_FIRST_ONES = 3
+#: Steps after a start, or after a phase of the program's own, that may compile something.
+_FIRST_STEPS = 2
+_ORDINARY = frozenset({"train", "data", "save"})
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Where the main thread came by last, when, and in what it is since.
+
+    ``kind`` is what its durations are compared with: the phase, with ``first`` before it behind a
+    start and ``next`` behind a phase of the program's own, where something may be compiled.
+    """
+
+    position: Position
+    begun: int
+    at: float
+    phase: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """When a Python thread of the process last ran, and which (0: none has yet)."""
+
+    at: float
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lasted:
+    """One stretch between two places, ``seconds`` long."""
+
+    kind: str
+    seconds: float
+
+
+def new_page() -> int:
+    """A descriptor of an empty page; ``OSError`` or ``AttributeError`` where there is none."""
+    descriptor = os.memfd_create("forge-clock", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, _SIZE)
+    return descriptor
+
+
+class ProgressClock:
+    """The writer.  All but ``alive`` are called by the main thread only."""
+
+    def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._page = mmap.mmap(descriptor, _SIZE)
+        self._clock = clock
+        self._number = self._stretches = self._begun = 0
+        self._position: tuple[int, int, int, int] = Position(0)
+        self._phase, self._name = "start", b"start"
+        self._special, self._left = "first ", _FIRST_STEPS
+        self._seen: dict[str, int] = {}
+        self._kinds: dict[tuple[str, str], tuple[str, bytes]] = {}
+        self._kind, self._kind_name, self._unknown = "start", b"start", True
+        self._waits = False
+        self._at = clock()
+        self._write()
+
+    def advance(self, position: Position) -> None:
+        """Come to ``position``.  Looking around while waiting for data is no progress."""
+        if self._waits and 0 < position[2] < LAST:
+            return
+        self._position = position
+        self._look_back()
+        self._write()
+
+    def enter(self, phase: str) -> None:
+        """Do something else from now on."""
+        if phase == self._phase:
+            return
+        # What lies behind is measured as what it was; what comes is of another kind.
+        self._look_back()
+        if phase not in _ORDINARY:
+            self._special = "first " if phase in ("start", "load") else "next "
+            self._left = _FIRST_STEPS
+        self._phase, self._waits = phase, phase == "data"
+        self._rename()
+        self._write()
+
+    def begin(self, step: int) -> None:
+        """Begin the ``step``th step."""
+        self._begun = step
+        self._look_back()
+        if self._special:
+            self._left -= 1
+            if self._left < 0:
+                self._special = ""
+                self._rename()
+        self._write()
+
+    def rewound(self, position: Position) -> None:
+        """Go on from ``position``, in a later turn."""
+        self._position, self._begun = position, position.step
+        self._special, self._left = "first ", _FIRST_STEPS
+        self._look_back()
+        self._rename()
+        self._write()
+
+    def alive(self) -> None:
+        """A Python thread runs: for the channel's, every second."""
+        _ALIVE.pack_into(self._page, _ALIVE_AT, self._clock(), threading.get_native_id())
+
+    def _rename(self) -> None:
+        key = (self._special, self._phase)
+        if key not in self._kinds:
+            text = self._special + self._phase if self._phase in ("train", "data") else self._phase
+            self._kinds[key] = text, text.encode(errors="replace")[:_TEXT]
+        self._kind, self._kind_name = self._kinds[key]
+        self._name = self._phase.encode(errors="replace")[:_TEXT]
+        self._unknown = self._seen.get(self._kind, 0) < _FIRST_ONES
+
+    def _look_back(self) -> None:
+        """A stretch is over: tell it, if it is long, or among the first of its kind."""
+        now = self._clock()
+        lasted, self._at = now - self._at, now
+        if lasted < NOTABLE_S and not self._unknown:
+            return
+        seen = self._seen[self._kind] = self._seen.get(self._kind, 0) + 1
+        self._unknown = seen < _FIRST_ONES
+        place = _RING_AT + self._stretches % _ENTRIES * _ENTRY.size
+        _ENTRY.pack_into(self._page, place, lasted, self._kind_name)
+        self._stretches += 1
+        _COUNT.pack_into(self._page, _COUNT_AT, self._stretches)
+
+    def _write(self) -> None:
+        self._number = number = self._number + 1
+        step, phase, poll, turn = self._position
+        _PACK(
+            self._page, 0, number, turn, step, self._begun, phase, poll, self._at,
+            self._name, self._kind_name, number,
+        )  # fmt: skip
+
+
+class ClockReader:
+    """Reads a page that another process writes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._page = mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ)
+        self._taken = 0
+
+    def moved(self) -> Moved | None:
+        """The last record; None where nobody has written any, or none could be read whole."""
+        for _ in range(_TRIES):
+            first = self._page[: _MOVED.size]
+            if self._page[: _MOVED.size] != first:
+                continue
+            number, turn, step, begun, phase, poll, at, name, kind, last = _MOVED.unpack(first)
+            if number != last:
+                continue
+            if number == 0:
+                return None
+            return Moved(Position(step, phase, poll, turn), begun, at, _text(name), _text(kind))
+        return None
+
+    def alive(self) -> Alive:
+        """When a Python thread last ran."""
+        return Alive(*_ALIVE.unpack_from(self._page, _ALIVE_AT))
+
+    def lasted(self) -> list[Lasted]:
+        """The notable stretches since the last call, as far as they are still there."""
+        (count,) = _COUNT.unpack_from(self._page, _COUNT_AT)
+        first = max(self._taken, count - _ENTRIES)
+        self._taken = count
+        found = []
+        for number in range(first, count):
+            place = _RING_AT + number % _ENTRIES * _ENTRY.size
+            seconds, kind = _ENTRY.unpack_from(self._page, place)
+            found.append(Lasted(_text(kind), seconds))
+        return found
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,180 @@
+"""The job steps of one attempt: agents that stand over launches, or workers alone."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+from slurm_forge.control import Hub
+from slurm_forge.control import protocol as p
+from slurm_forge.control.agents import Begin
+from slurm_forge.control.agents_hub import AgentsHub
+from slurm_forge.control.hub import Said
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.agents_launch import AgentsLaunch
+from slurm_forge.launch.seen import Launched
+from slurm_forge.launch.steps import StepProcess, srun_command
+from slurm_forge.recovery.seats import Seats
+from slurm_forge.recovery.warmth import Start
+
+__all__ = ["StandingStep", "StepOptions", "with_agent"]
+
+#: After Leave, or after the last words, srun returns a moment later.
+_SRUN_RETURNS_S = 5.0
+_AGENT = "slurm_forge.training.agent"
+_WORKER = "slurm_forge.training.worker"
+#: Modules that an agent can run in a worker that it has forked, beside our own worker.
+_KNOWN_MODULES = frozenset({"submitit.core._submit"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What the step of a launch is started with; agents stand only for launches of the same."""
+
+    payload: tuple[str, ...]
+    options: tuple[str, ...]
+    tasks: int | None
+    #: The nodes of the ranks in order, and whether srun has to be told.
+    nodes: tuple[str, ...] = ()
+    placed: bool = False
+
+    def command(
+        self, *, again: bool, seats: Seats | None = None, seat_file: Path | None = None
+    ) -> tuple[str, ...]:
+        """srun's arguments."""
+        return srun_command(
+            self.payload,
+            options=self.options,
+            seats=seats if self.placed else None,
+            seat_file=seat_file,
+            tasks=self.tasks,
+            again=again,
+        )
+
+
+def with_agent(payload: Sequence[str], run: str) -> tuple[str, ...] | None:
+    """The payload with an agent that runs it; None for one that can't be forked.
+
+    ``[srun options…] python -u -m MODULE ARGUMENTS…`` is what can, for modules that are known.
+    """
+    words = list(payload)
+    if "-m" not in words:
+        return None
+    at = words.index("-m")
+    module, arguments = (words[at + 1 : at + 2] or [""])[0], words[at + 2 :]
+    python = next((word for word in reversed(words[:at]) if not word.startswith("-")), "")
+    if not PurePath(python).name.startswith("python"):
+        return None
+    if module == _WORKER and arguments == [run]:
+        return (*words[:at], "-m", _AGENT, run)
+    if module in _KNOWN_MODULES:
+        return (*words[:at], "-m", _AGENT, run, "--", "-m", module, *arguments)
+    return None
+
+
+class StandingStep:
+    """Starts launches: on the agents that stand already, or with a new step.
+
+    ``run`` is the run directory as the payload names it; ``unwinds``: ranks may go on in their
+    process, and take a while to get that far.
+    """
+
+    def __init__(self, run: str, *, unwinds: bool = False) -> None:
+        self._run = run
+        self._unwinds = unwinds
+        self._step: StepProcess | None = None
+        self._agents: AgentsHub | None = None
+        self._options: StepOptions | None = None
+        self._current: AgentsLaunch | None = None
+        self._hub: Hub | None = None
+
+    def stands_for(self, options: StepOptions, world_size: int) -> bool:
+        """Whether the agents of the launch before can start another one with these options."""
+        agents, launch = self._agents, self._current
+        return (
+            agents is not None
+            and launch is not None
+            and launch.gone_for_sure
+            and options == self._options
+            and agents.world_size == world_size
+            and all(agent.connected for agent in agents.agents().values())
+        )
+
+    def begin(
+        self,
+        options: StepOptions,
+        start: Start,
+        *,
+        seats: Seats | None = None,
+        seat_file: Path | None = None,
+        hub: Hub,
+        knobs: Knobs,
+        variables: Mapping[str, str],
+        again: bool,
+    ) -> Launched:
+        """Start every rank of a launch, ``hub`` being its control channel.
+
+        ``seats`` and ``seat_file`` place the ranks of a new step, where that has to be said.
+        """
+        self._hub = hub
+        order = Begin(
+            attempt=knobs.attempt,
+            launch=knobs.launch,
+            channel=hub.addresses,
+            nonce=hub.nonce,
+            started=knobs.started or 0.0,
+            in_process=start is Start.IN_PROCESS,
+        )
+        if start is Start.COLD or self._agents is None or self._step is None:
+            self.leave()
+            payload = with_agent(options.payload, self._run)
+            if payload is None:
+                self._step = StepProcess(
+                    options.command(again=again, seats=seats, seat_file=seat_file),
+                    {**variables, **knobs.to_environ()},
+                )
+                return self._step
+            agents = AgentsHub(
+                world_size=hub.world_size,
+                nonce=secrets.token_hex(16),
+                on_notice=self._noticed,
+            )
+            agents.begin(order)
+            knobs = replace(knobs, agents=agents.addresses, agents_nonce=agents.nonce)
+            command = replace(options, payload=payload).command(
+                again=again, seats=seats, seat_file=seat_file
+            )
+            self._step = StepProcess(command, {**variables, **knobs.to_environ()})
+            self._agents, self._options = agents, options
+            self._current = AgentsLaunch(
+                self._step, agents, hub, knobs.launch, unwinds=self._unwinds
+            )
+            return self._current
+        self._step.forget_tail()
+        self._current = AgentsLaunch(
+            self._step, self._agents, hub, knobs.launch, unwinds=self._unwinds
+        )
+        self._agents.begin(order)
+        return self._current
+
+    def leave(self) -> None:
+        """Every rank and every agent is gone before another step, or another attempt, may begin."""
+        step, agents = self._step, self._agents
+        self._step = self._agents = self._current = self._options = None
+        if agents is not None:
+            agents.leave()
+        if step is not None and step.wait(_SRUN_RETURNS_S) is None:
+            step.kill()
+            step.wait(_SRUN_RETURNS_S)
+        if agents is not None:
+            agents.close()
+
+    def _noticed(self, rank: int, what: str) -> None:
+        """Slurm signals direct children only: what an agent got is what its rank is told of."""
+        hub = self._hub
+        if hub is not None:
+            with contextlib.suppress(OSError):
+                hub.events.put(Said(rank, p.Notice(what=what)))

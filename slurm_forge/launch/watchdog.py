@@ -1,0 +1,236 @@
+"""Watches that ranks get somewhere: hears witnesses, asks them for stacks, says when it is a hang.
+
+Talks to the hub only.  What is a standstill, and who is late, is decided in ``recovery.stalls``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from slurm_forge.control import Hub, MemberView
+from slurm_forge.control import protocol as p
+from slurm_forge.control.hub import WitnessView
+from slurm_forge.control.stack_text import where
+from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
+from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
+from slurm_forge.recovery.stretches import Rules, Stretches
+
+__all__ = ["Watchdog"]
+
+_LOOK_EVERY_S = 0.5
+#: A witness says something every second.
+_SILENT_S = 8.0
+#: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
+_GAP_S = 3.0
+_STACKS_WITHIN_S = 6.0
+#: Between two looks at the stacks: long enough to see whether a rank computes.
+_BETWEEN_S = 2.0
+#: What was learned is written down after so long, then after twice as long, and so on.
+_FIRST_WRITE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    """Stacks are being taken: twice, some seconds apart."""
+
+    number: int
+    asked: float
+    first: dict[int, Look] | None = None
+    looks: dict[int, Look] = field(default_factory=dict)
+
+
+class Watchdog:
+    """``look`` several times a second, ``hear`` what witnesses say; ``stalled`` is the verdict.
+
+    ``rules`` None switches it off.  ``learned`` are the longest stretches of earlier attempts.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        rules: Rules | None,
+        clock: Callable[[], float],
+        *,
+        attempt: int,
+        launch: int,
+        learned: Mapping[str, float] | None = None,
+    ) -> None:
+        self._hub = hub
+        self._rules = rules
+        self._clock = clock
+        self._attempt, self._launch = attempt, launch
+        #: The verdict, once there is one.
+        self.stalled: Stall | None = None
+        self._stretches = Stretches(rules or Rules(1.0, timedelta(0), timedelta(0)))
+        for kind, seconds in (learned or {}).items():
+            self._stretches.note(kind, seconds)
+        self._begun = self._looked = clock()
+        self._next = self._fresh_from = self._begun
+        self._next_write = self._begun + _FIRST_WRITE_S
+        self._written: dict[str, float] = dict(learned or {})
+        self._suspicion: _Suspicion | None = None
+        self._number = 0
+        self._not_before: tuple[str, timedelta] | None = None
+        self._places: dict[int, tuple[tuple[int, ...], float]] = {}
+
+    def hear(self, rank: int, message: p.Message) -> None:
+        """A witness said how long something took, or what it has found."""
+        if isinstance(message, p.Lasted):
+            self._stretches.note(message.kind, message.seconds)
+        elif isinstance(message, p.Stacks) and self._suspicion is not None:
+            if message.id != self._suspicion.number:
+                return
+            self._suspicion.looks[rank] = Look(
+                at=self._clock(),
+                state=message.state,
+                cpu_s=message.cpu_s,
+                where=where(message.text),
+                text=message.text,
+                file=message.file,
+                how=message.how,
+            )
+
+    def forgive(self) -> None:
+        """The policy only warns of it: not before they have been there for twice as long again."""
+        if self.stalled is not None:
+            self._not_before = ("warned of", 2 * self.stalled.since)
+            self.stalled = None
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint took so long to be durable: a rank may wait for that, too."""
+        self._stretches.note("save", seconds)
+
+    def look(self, now: float, gone: Iterable[int] = ()) -> Event | None:
+        """What is to be written down, if anything.  ``gone`` are ranks that have said goodbye."""
+        if self._rules is None or self.stalled is not None or now < self._next:
+            return None
+        if now - self._looked > _GAP_S + _LOOK_EVERY_S:
+            self._begin_anew(now)
+        self._looked, self._next = now, now + _LOOK_EVERY_S
+        views = self._views(now, frozenset(gone))
+        if len(views) < self._hub.world_size - len(frozenset(gone)):
+            return None  # not all have come yet
+        if views and all(view.silent or view.state == "T" for view in views.values()):
+            self._begin_anew(now)
+        event = self._judge(views, now)
+        return event or self._learned(now)
+
+    def _begin_anew(self, now: float) -> None:
+        """The job was suspended, or we were: how long anything took until now means nothing."""
+        self._fresh_from = now
+        self._suspicion = None
+
+    def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
+        found = standstill(tuple(views.values()), self._stretches)
+        if found is None:
+            self._suspicion = self._not_before = None
+            return None
+        if self._not_before is not None and found.since < self._not_before[1]:
+            return None
+        if self._suspicion is None:
+            self._suspicion = self._ask(now)
+            return None
+        suspicion = self._suspicion
+        wanted = {
+            rank
+            for rank, each in self._hub.witnesses().items()
+            if each.connected and rank in views and not views[rank].silent
+        }
+        since = now - suspicion.asked
+        if not wanted <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
+            return None
+        frozen = any(views[r].silent or views[r].state in FROZEN for r in found.over)
+        if suspicion.first is None and frozen:
+            suspicion.first = suspicion.looks  # a second look would show the same
+        if suspicion.first is None:
+            if since < _BETWEEN_S:
+                return None
+            self._suspicion = self._ask(now)
+            self._suspicion.first = suspicion.looks
+            return None
+        verdict = judge(found, views, suspicion.first, suspicion.looks, self._stretches)
+        self._suspicion = None
+        if isinstance(verdict, Excused):
+            self._not_before = (verdict.why, verdict.until)
+            return None
+        self.stalled = verdict
+        return StallSeen(
+            step=verdict.step,
+            late_ranks=verdict.late_ranks,
+            late_hosts=verdict.late_hosts,
+            since_s=verdict.since.total_seconds(),
+            limit_s=verdict.limit.total_seconds(),
+            evidence=verdict.evidence,
+            files=verdict.files,
+        )
+
+    def _ask(self, now: float) -> _Suspicion:
+        self._number += 1
+        message = p.TakeStacks(id=self._number, attempt=self._attempt, launch=self._launch)
+        self._hub.ask_witnesses(message)
+        return _Suspicion(self._number, now)
+
+    def _learned(self, now: float) -> Event | None:
+        """Now and then what has become longer, so that the next attempt starts with it."""
+        if now < self._next_write:
+            return None
+        self._next_write = now + 2 * (now - self._begun)
+        longest = self._stretches.longest()
+        if all(seconds <= 1.2 * self._written.get(kind, 0.0) for kind, seconds in longest.items()):
+            return None
+        self._written = longest
+        return StretchesLearned(seconds={kind: round(s, 3) for kind, s in longest.items()})
+
+    # -- what is known -----------------------------------------------------------------------
+
+    def _views(self, now: float, gone: frozenset[int]) -> dict[int, RankView]:
+        witnesses = self._hub.witnesses()
+        return {
+            rank: self._view(member, witnesses.get(rank), now)
+            for rank, member in self._hub.members().items()
+            if rank not in gone
+        }
+
+    def _view(self, member: MemberView, witness: WitnessView | None, now: float) -> RankView:
+        if witness is None or witness.pulse is None or not witness.connected:
+            return self._by_heartbeat(member, now)
+        pulse = witness.pulse
+        silence = now - max(witness.heard, self._fresh_from)
+        if silence > _SILENT_S and now - max(member.heard, self._fresh_from) < _SILENT_S:
+            return self._by_heartbeat(member, now)  # it is the witness that is stuck
+        silent = silence > _SILENT_S
+        since = min(pulse.since_s + (silence if silent else 0.0), now - self._fresh_from)
+        return RankView(
+            rank=member.rank,
+            host=member.host,
+            place=(pulse.turn, pulse.step, pulse.begun, pulse.phase_no, pulse.poll),
+            step=pulse.step,
+            phase=pulse.phase,
+            kind=pulse.kind,
+            since=timedelta(seconds=since),
+            state=pulse.state,
+            silent=silent,
+            mute=timedelta(seconds=pulse.mute_s),
+        )
+
+    def _by_heartbeat(self, member: MemberView, now: float) -> RankView:
+        """Of a rank without a witness: what its own thread says, while it can."""
+        place = (member.turn, member.step, member.begun, 0, 0)
+        known = self._places.get(member.rank)
+        if known is None or known[0] != place:
+            known = self._places[member.rank] = (place, now)
+        since = now - max(known[1], self._fresh_from)
+        kind = member.phase if member.begun > 2 else f"first {member.phase}"
+        silent = now - max(member.heard, self._fresh_from) > _SILENT_S
+        return RankView(
+            rank=member.rank,
+            host=member.host,
+            place=place,
+            step=member.step,
+            phase=member.phase,
+            kind=kind,
+            since=timedelta(seconds=since),
+            silent=silent,
+        )

@@ -1,0 +1,72 @@
+"""How long a requeued job is to wait, where Slurm alone would have it wait for two minutes.
+
+Slurm applies its delay when the job has ended on its nodes, and only if the begin time is past by
+then (batch_requeue_fini in src/slurmctld/job_mgr.c).  So a begin time a little ahead of that end
+survives; one that is too near costs the whole delay.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from slurm_forge.journal.state import AttemptState
+from slurm_forge.slurm.records import ConfigRecord
+
+__all__ = ["Soon", "sooner"]
+
+#: A shorter delay is not worth a request to the controller.
+_WORTH_IT = timedelta(seconds=30)
+#: From the end of our process until the job has ended on its nodes.
+_QUIET = timedelta(seconds=3)
+_WITH_EPILOG = timedelta(seconds=12)
+_TIMES = 3
+_MOST = timedelta(seconds=60)
+#: slurm.conf, KillWait: its default.
+_KILL_WAIT = timedelta(seconds=30)
+_SLACK = timedelta(seconds=10)
+_REQUEUE = "scontrol requeue"
+
+
+@dataclass(frozen=True, slots=True)
+class Soon:
+    """How far ahead the begin time is set: ``at_worst`` while we or ranks of ours may live on until
+    Slurm kills them, ``at_end`` as the very last act.
+    """
+
+    at_worst: timedelta
+    at_end: timedelta
+
+
+def sooner(config: ConfigRecord | None, attempts: Sequence[AttemptState]) -> Soon | None:
+    """The begin times to ask for; None where Slurm's own delay is kept, or not known.
+
+    Where an earlier requeue of the run waited for the whole delay all the same, the nodes may take
+    longer to be cleaned up: three times as far ahead, and after a minute not at all.
+    """
+    if config is None or config.requeue_delay <= _WORTH_IT:
+        return None
+    delay, quick = config.requeue_delay, config.has_epilog is False
+    ahead = (_QUIET if quick else _WITH_EPILOG) * _TIMES ** _fell_back(attempts, delay)
+    if ahead > _MOST:
+        return None
+    kill_wait = _KILL_WAIT if config.kill_wait is None else config.kill_wait
+    worst = kill_wait + ahead + _SLACK
+    return Soon(at_worst=worst, at_end=ahead) if worst < delay else None
+
+
+def _fell_back(attempts: Sequence[AttemptState], delay: timedelta) -> int:
+    """How often the next attempt of the same job began only after Slurm's delay."""
+    count = 0
+    for earlier, later in itertools.pairwise(attempts):
+        done = [(time, each) for time, each in earlier.requeues if each.method == _REQUEUE]
+        wanted = earlier.decisions[-1][1].wait_s if earlier.decisions else 0.0
+        if not done or wanted > 0 or later.job != earlier.job:
+            continue
+        waited = later.started - done[-1][0]
+        # Longer is the queue's doing.
+        whole = delay.total_seconds()
+        count += whole - 1 <= waited <= whole + 60
+    return count

@@ -1,0 +1,410 @@
+"""What is wrong with a run that is looked at from outside, and what is done about it: a decision.
+
+From a run's own files, its line in squeue and the time to at most one finding.  Nothing is done to
+a run that is done, cancelled, stopped, or owned by an attempt whose journal is not there yet.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from slurm_forge.journal.state import RunStatus
+from slurm_forge.slurm.records import JobRecord, QueueRecord
+from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, TERMINAL, JobState
+
+__all__ = [
+    "Finding",
+    "FindingKind",
+    "Looked",
+    "Remedy",
+    "RunSeen",
+    "WatchLimits",
+    "has_question",
+    "look",
+]
+
+
+class FindingKind(str, Enum):
+    """What was found."""
+
+    #: Recovery has left it to a person.
+    HELD = "held"
+    HELD_BY_USER = "held_by_user"
+    HELD_BY_ADMINISTRATOR = "held_by_administrator"
+    HELD_BY_SLURM = "held_by_slurm"
+    #: An attempt could not get Slurm to bring the run back.
+    OPEN_INTENT = "open_intent"
+    #: It trained, its job is gone, and nobody has said a word.
+    DEAD = "dead"
+    #: It waited, and Slurm does not have its job any more.
+    VANISHED = "vanished"
+    #: Somebody has cancelled its job.
+    CANCELLED = "cancelled"
+    #: Its job runs, and nothing moves.
+    STUCK = "stuck"
+    CHECKPOINT_OVERDUE = "checkpoint_overdue"
+    #: It waits for something that waiting does not bring.
+    WAITS_IN_VAIN = "waits_in_vain"
+    #: It was requeued, and waits for nothing but Slurm's own delay.
+    DELAYED = "delayed"
+    #: Its files can't be read.
+    UNREADABLE = "unreadable"
+
+
+class Remedy(str, Enum):
+    """What the watcher itself does about it."""
+
+    NONE = "none"
+    #: Carry out the open intent, as ``slurm-forge reconcile`` does.
+    RECONCILE = "reconcile"
+    #: Let the waiting job start now.
+    SHORTEN = "shorten"
+    #: Bring it back, as ``slurm-forge requeue`` does.
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSeen:
+    """What a run's own files say.  Times are seconds since the epoch.
+
+    ``attempt`` is the newest one in the journal, ``claimed`` the newest one on disk: between the
+    two lies an attempt that has not written anything yet.  ``changed`` is when anything of the run
+    was last written, ``usual_silence_s`` the longest that it has been silent lately while it
+    trained, None before it does.  ``saves_every_s`` is the longest time between checkpoints of the
+    newest launch, or what the job file asks for.  ``waits_until`` is the end of a pause that
+    recovery decided on; ``requeued`` when its job last went back into the queue.  ``restarts`` are
+    those of a watcher since the last checkpoint.
+    """
+
+    name: str
+    status: RunStatus
+    job: str = ""
+    attempt: int = 0
+    claimed: int = 0
+    ended: bool = False
+    changed: float = 0.0
+    usual_silence_s: float | None = None
+    last_save: float | None = None
+    saves_every_s: float | None = None
+    intent: float | None = None
+    requeued: float | None = None
+    waits_until: float | None = None
+    reason: str = ""
+    stop_asked: bool = False
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What Slurm says of the run's job.
+
+    ``answered``: squeue did.  ``line`` is the job's, None where it is not in the queue.  ``asked``:
+    the job itself was asked about after that, ``record`` is what came of it; ``cancelled`` also
+    where only accounting knows, ``forgotten`` where that does not know the job either.
+    """
+
+    answered: bool
+    line: QueueRecord | None = None
+    asked: bool = False
+    record: JobRecord | None = None
+    cancelled: bool = False
+    forgotten: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLimits:
+    """Seconds after which something is worth a word, and what the watcher may do.
+
+    ``delay_s`` is how long Slurm has a requeued job wait; ``restart`` whether a run whose job is
+    gone is brought back, so often without a new checkpoint.
+    """
+
+    gone_s: float = 90.0
+    silent_s: float = 900.0
+    silent_before_training_s: float = 3600.0
+    times_the_usual: float = 10.0
+    overdue_times: float = 3.0
+    overdue_s: float = 600.0
+    intent_s: float = 60.0
+    #: A living attempt asks Slurm by itself for this long.
+    intent_of_living_s: float = 900.0
+    settled_s: float = 5.0
+    delay_s: float = 121.0
+    shorten: bool = True
+    restart: bool = False
+    most_restarts: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was found of one run, in words, and what is done about it.
+
+    ``next`` is what a person can do; ``person`` whether anybody has to.  The same ``key`` again is
+    no news.
+    """
+
+    run: str
+    kind: FindingKind
+    job: str
+    words: str
+    next: str
+    person: bool
+    remedy: Remedy = Remedy.NONE
+    key: str = ""
+
+
+_LIVE = frozenset({RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED})
+_PAUSED = frozenset({JobState.SUSPENDED, JobState.STOPPED, JobState.SIGNALING})
+#: Reasons that waiting does not end (job_reason_string in Slurm's sources), as they begin.
+_IN_VAIN = re.compile(
+    r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|DependencyNeverSatisfied"
+    r"|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|DeadLine|ReservationDeleted"
+    r"|MaxMemPerLimit|QOSUsageThreshold|QOSMin|(?:QOS|Assoc|Max)\w*PerJob"
+    r"|(?:QOS|Assoc)\w*TimeLimit|(?:QOS|Assoc)Grp\w*(?<!Run)Minutes|(?:QOS|Assoc)GrpWall"
+    r"|PartitionInactive|PartitionDown"
+)
+_BY_SLURM = (
+    "JobHoldMaxRequeue",
+    "launch_failed",
+    "launch_failure_limit",
+    "user_env_retrieval_failed",
+    "job_requeued_in_special_exit_state",
+)
+
+
+def has_question(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> bool:
+    """Whether the job itself has to be asked about before anything can be said of the run."""
+    if not looked.answered or looked.asked or seen.status not in _LIVE or not _of_slurm(seen):
+        return False
+    if seen.intent is not None:
+        return False
+    if looked.line is None:
+        return now - seen.changed >= limits.gone_s
+    return looked.line.state is JobState.RUNNING and _silence(seen, looked, now, limits) is not None
+
+
+def look(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
+    """The finding, None where all is well, or nothing is known for sure yet."""
+    if not _of_slurm(seen):
+        return None
+    if seen.status is RunStatus.HELD:
+        return _held(seen, looked)
+    if seen.status not in _LIVE:
+        return None
+    if seen.intent is not None:
+        return _intent(seen, looked, now, limits)
+    if not looked.answered:
+        return None
+    if looked.line is None:
+        return _gone(seen, looked, now, limits)
+    if looked.line.state in PENDING_LIKE:
+        return _waiting(seen, looked.line, now, limits)
+    if looked.line.state is JobState.RUNNING:
+        return _running(seen, looked, now, limits)
+    return None
+
+
+def _of_slurm(seen: RunSeen) -> bool:
+    return seen.job[:1].isdigit()
+
+
+def _owned(seen: RunSeen) -> bool:
+    """Whether an attempt has taken the run over that has not written its first line yet."""
+    return seen.claimed > seen.attempt
+
+
+def _finding(
+    seen: RunSeen,
+    kind: FindingKind,
+    words: str,
+    next_: str,
+    *,
+    remedy: Remedy = Remedy.NONE,
+    person: bool = True,
+    detail: str = "",
+) -> Finding:
+    return Finding(
+        run=seen.name,
+        kind=kind,
+        job=seen.job,
+        words=words,
+        next=next_,
+        person=person and remedy is Remedy.NONE,
+        remedy=remedy,
+        key=f"{kind.value}|{seen.job}|{seen.attempt}|{detail}",
+    )
+
+
+def _held(seen: RunSeen, looked: Looked) -> Finding | None:
+    line = looked.line
+    if line is not None and line.state in ACTIVE:
+        return None  # somebody has released it, and the journal does not know yet
+    if line is not None and line.state in PENDING_LIKE and not _is_held(line):
+        return None
+    why = seen.reason or "recovery has come to its end"
+    return _finding(
+        seen,
+        FindingKind.HELD,
+        f"held: {why}",
+        f"see slurm-forge explain {seen.name}, then slurm-forge requeue {seen.name}",
+        detail=seen.reason,
+    )
+
+
+def _intent(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
+    age = now - (seen.intent or now)
+    lives = looked.line is not None and looked.line.state in ACTIVE and not seen.ended
+    if age < (limits.intent_of_living_s if lives else limits.intent_s):
+        return None
+    can = looked.answered and not _owned(seen) and not seen.stop_asked
+    return _finding(
+        seen,
+        FindingKind.OPEN_INTENT,
+        f"Slurm was not asked, or did not answer, when it was to bring back job {seen.job}",
+        f"slurm-forge reconcile {seen.name}",
+        remedy=Remedy.RECONCILE if can else Remedy.NONE,
+    )
+
+
+def _gone(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
+    if now - seen.changed < limits.gone_s or not looked.asked:
+        return None
+    record = looked.record
+    if looked.cancelled or (record is not None and record.state is JobState.CANCELLED):
+        return _finding(
+            seen,
+            FindingKind.CANCELLED,
+            f"job {seen.job} was cancelled",
+            f"to let it go on: slurm-forge requeue {seen.name}",
+            person=False,
+        )
+    if record is not None and record.state not in TERMINAL:
+        return None  # it is in the queue after all
+    began = seen.status is RunStatus.RUNNING
+    kind = FindingKind.DEAD if began else FindingKind.VANISHED
+    how = "Slurm does not know it any more" if record is None else f"it ended: {record.state.value}"
+    said = "nothing in the journal says why" if began else "it never started"
+    words = f"job {seen.job} is not in the queue ({how}), and {said}"
+    again = f"slurm-forge requeue {seen.name}"
+    if seen.stop_asked:
+        return _finding(seen, kind, words, f"it was asked to stop; to let it go on: {again}")
+    if _owned(seen):
+        return _finding(seen, kind, f"{words}; attempt {seen.claimed} never began", again)
+    if limits.restart and looked.forgotten and not began:
+        # Somebody may have cancelled it in the queue, where none of ours could note that.
+        words = f"{words}; whether it was cancelled, nobody knows any more"
+        return _finding(seen, kind, words, again)
+    if not limits.restart:
+        return _finding(seen, kind, words, f"{again} (or watch with --restart)")
+    if seen.restarts >= limits.most_restarts:
+        tried = f"brought back {seen.restarts} times without a new checkpoint"
+        return _finding(seen, kind, f"{words}; {tried}", f"see slurm-forge explain {seen.name}")
+    return _finding(seen, kind, words, again, remedy=Remedy.RESTART, detail=str(seen.restarts))
+
+
+def _is_held(line: QueueRecord) -> bool:
+    reason = line.reason or ""
+    return line.state in HELD or reason.startswith(("JobHeld", "job_requeued_in", *_BY_SLURM))
+
+
+def _waiting(seen: RunSeen, line: QueueRecord, now: float, limits: WatchLimits) -> Finding | None:
+    reason, job = line.reason or "", line.job_ref
+    release = f"scontrol release {job}, or slurm-forge requeue {seen.name}"
+    if reason == "JobHeldAdmin":
+        return _finding(
+            seen,
+            FindingKind.HELD_BY_ADMINISTRATOR,
+            f"job {job} is held by an administrator",
+            f"ask the cluster's support why, and to release job {job}",
+        )
+    if reason.startswith(_BY_SLURM):
+        words = f"job {job} is held by Slurm ({reason})"
+        return _finding(seen, FindingKind.HELD_BY_SLURM, words, release, detail=reason)
+    if _is_held(line):
+        words = f"job {job} is held by hand ({reason or line.state.value})"
+        return _finding(seen, FindingKind.HELD_BY_USER, words, release, detail=reason)
+    if _IN_VAIN.match(reason):
+        return _finding(
+            seen,
+            FindingKind.WAITS_IN_VAIN,
+            f"job {job} waits for what waiting does not bring ({reason})",
+            f"slurm-forge status {seen.name} says what to change",
+            detail=reason,
+        )
+    if reason == "BeginTime" and limits.shorten and _delayed(seen, line, now, limits):
+        return _finding(
+            seen,
+            FindingKind.DELAYED,
+            f"job {job} waits for nothing but Slurm's delay after a requeue",
+            "nothing to do",
+            remedy=Remedy.SHORTEN,
+            detail=str(seen.requeued),
+        )
+    return None
+
+
+def _delayed(seen: RunSeen, line: QueueRecord, now: float, limits: WatchLimits) -> bool:
+    """Whether the begin time is Slurm's own, past the second in which a start would be refused.
+
+    One that lies further ahead than Slurm's delay was set by a person, or is a pause of ours.
+    """
+    if seen.status is not RunStatus.REQUEUED or seen.requeued is None or line.start_time is None:
+        return False
+    if _owned(seen) or seen.stop_asked or line.state is not JobState.PENDING:
+        return False
+    if seen.waits_until is not None and seen.waits_until > now:
+        return False
+    ahead = line.start_time.timestamp() - now
+    since = now - seen.requeued
+    return limits.settled_s <= since <= 2 * limits.delay_s and 2.0 < ahead <= limits.delay_s
+
+
+def _running(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
+    silence = _silence(seen, looked, now, limits)
+    stop = f"slurm-forge explain {seen.name}; to end it: scancel {seen.job}"
+    if silence is not None:
+        if not looked.asked or looked.record is None:
+            return None  # it may have been suspended meanwhile
+        if looked.record.state is not JobState.RUNNING:
+            return None
+        if seen.status is not RunStatus.RUNNING:
+            words = f"job {seen.job} runs, and nothing was heard of it for {_span(silence)}"
+        else:
+            words = f"job {seen.job} runs, and nothing has moved for {_span(silence)}"
+        return _finding(seen, FindingKind.STUCK, words, stop)
+    if seen.last_save is None or seen.saves_every_s is None or seen.status is not RunStatus.RUNNING:
+        return None
+    since = now - seen.last_save
+    if since < max(limits.overdue_s, limits.overdue_times * seen.saves_every_s):
+        return None
+    words = f"no checkpoint for {_span(since)}; the usual is one every {_span(seen.saves_every_s)}"
+    return _finding(
+        seen, FindingKind.CHECKPOINT_OVERDUE, words, f"slurm-forge save {seen.name}, then status"
+    )
+
+
+def _silence(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> float | None:
+    """How long nothing has moved, where that is far longer than it used to be.
+
+    A job that was suspended is silent from when it was resumed.
+    """
+    line = looked.line
+    if line is None or line.state in _PAUSED:
+        return None
+    since = seen.changed
+    if line.start_time is not None:
+        since = max(since, line.start_time.timestamp())
+    if looked.record is not None and looked.record.suspend_time is not None:
+        since = max(since, looked.record.suspend_time.timestamp())
+    usual = seen.usual_silence_s
+    bound = limits.silent_before_training_s
+    if usual is not None and seen.status is RunStatus.RUNNING:
+        bound = max(limits.silent_s, limits.times_the_usual * usual)
+    return now - since if now - since >= bound else None
+
+
+def _span(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"

@@ -1,0 +1,83 @@
+"""The one loop of an agent: descriptors that are waited for together, and ticks in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+from slurm_forge.signals import SAVE_SIGNALS
+
+__all__ = ["AgentLoop", "Companion"]
+
+
+class Companion(Protocol):
+    """Somebody who is with a worker for as long as it lives, hosted by its agent's loop.
+
+    It may watch descriptors of its own (``AgentLoop.watch``), and must not wait for anything.
+    """
+
+    def worker_began(self, pid: int, attempt: int, launch: int) -> None:
+        """A worker runs; for one that goes on in its process it is said again."""
+
+    def worker_ended(self) -> None:
+        """It is gone."""
+
+    def tick(self, now: float) -> None:
+        """At least once a second; ``now`` is monotonic."""
+
+
+def _recorded(signum: int, frame: FrameType | None) -> None:
+    """Do nothing: the wakeup descriptor has told the loop already."""
+
+
+class AgentLoop:
+    """Waits for descriptors and signals at once; no thread, and usable from one at a time.
+
+    Make it in the main thread: from then on the signals of ``SAVE_SIGNALS`` and SIGCHLD are only
+    recorded, for ``on_signal``.
+    """
+
+    def __init__(self, on_signal: Callable[[signal.Signals], None]) -> None:
+        self._on_signal = on_signal
+        self._selector = selectors.DefaultSelector()
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in (*SAVE_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, _recorded)
+        self.watch(self._reader, self._signalled)
+
+    def watch(self, descriptor: int, ready: Callable[[], None]) -> None:
+        """Call ``ready`` whenever the descriptor can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, ready)
+
+    def forget(self, descriptor: int) -> None:
+        """Watch it no more.  One that is not watched is fine."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait until something can be read, and have it read."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def leave_in_child(self) -> None:
+        """A forked child has none of it.
+
+        Save signals go on being without effect until the worker listens: the agent gets them too.
+        """
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _signalled(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._reader, 64):
+                if number in SAVE_SIGNALS:
+                    self._on_signal(signal.Signals(number))

@@ -1,0 +1,79 @@
+"""NCCL's flight recorder: the last collectives of a rank, written out without its interpreter.
+
+torch keeps a ring of them and writes it to a file when somebody writes into a pipe that its monitor
+thread reads (``DumpPipe`` in torch's ProcessGroupNCCL).  The file is torch's own, for
+``torchfrtrace``; nothing here reads it.  Not tried on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from slurm_forge.knobs import flight_recorder_variables
+
+__all__ = ["dump_into", "forget", "prepare"]
+
+#: Without a device of NVIDIA's there is no NCCL to be recorded.
+_DEVICE = Path("/dev/nvidiactl")
+_WITHIN_S = 2.0
+_LARGEST = 64 << 20
+
+
+def prepare(given: Mapping[str, str], *, device: Path = _DEVICE) -> tuple[str, dict[str, str]]:
+    """A private folder on this node and the variables to set before torch is imported.
+
+    Both empty where there is no such device, or the user has set some of them.  On this node: torch
+    refuses to start where a pipe can't be made.
+    """
+    if not device.exists():
+        return "", {}
+    try:
+        folder = tempfile.mkdtemp(prefix="forge-nccl-")
+    except OSError:
+        return "", {}
+    variables = flight_recorder_variables(folder, given)
+    if not variables:
+        forget(folder)
+        return "", {}
+    return folder, variables
+
+
+def dump_into(folder: str, rank: int, to: Path) -> bool:
+    """Ask for a dump and copy it to ``to``; False where none came within two seconds."""
+    pipe, file = Path(folder) / f"pipe-{rank}.pipe", Path(folder) / f"trace-{rank}"
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return False  # nobody reads it: no NCCL group yet
+    try:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        os.write(descriptor, b"1\n")
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    deadline, size = time.monotonic() + _WITHIN_S, -1
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = file.stat().st_size if file.exists() else -1
+        if now == size > 0:
+            break
+        size = now
+    if not 0 < size <= _LARGEST:
+        return False
+    with contextlib.suppress(OSError):
+        shutil.copyfile(file, to)
+        return True
+    return False
+
+
+def forget(folder: str) -> None:
+    """Remove what is left."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,233 @@
+"""Standing agents with real ranks: warm relaunches, going on in the process, and what is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.testing.digest import digest
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Start
+from tests.distributed.standing import REPOSITORY, Job, below, children_of, standing
+from tests.jobs import consumed
+
+IN_PROCESS = {
+    cause: [{"do": do, "times": 2, "start": "in_process"}]
+    for cause, do in (
+        ("crash", "relaunch"),
+        ("app_error", "relaunch"),
+        ("nccl_error", "relaunch"),
+        ("cuda_oom", "shrink_micro_batch"),
+    )
+}
+STEPS = 24
+
+
+def new_run(folder: Path, name: str, args: dict[str, Any], **spec: Any) -> RunDirectory:
+    job = job_from_mapping(
+        {
+            "name": name,
+            "entry": "tests/jobs.py:train",
+            "args": {"steps": STEPS, "micro_batch": 4, **args},
+            "probe": {"enabled": False},
+            "checkpoint": {"every_steps": 6, "every_minutes": None},
+            **spec,
+        }
+    )
+    run, _ = create_run(job, runs=folder, site=find_site("generic"), submitted_from=REPOSITORY)
+    return run
+
+
+def to_the_end(job: Job) -> list[tuple[Start, Cause | None]]:
+    """Launch until the run is finished; how each was started, and of what it ended."""
+    told: list[tuple[Start, Cause | None]] = []
+    while len(told) < 4:
+        start = job.launch()
+        decision = job.conclude(job.ended())
+        told.append((start, None if decision is None else decision.cause))
+        if decision is None:
+            return told
+    raise AssertionError(f"it does not come to an end: {told}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any]]:
+    folder = tmp_path_factory.mktemp("reference")
+    run = new_run(folder, "reference", {})
+    with standing(run, 2, folder) as job:
+        assert to_the_end(job) == [(Start.COLD, None)]
+    return digest(run.path, random=True), consumed(run.path)
+
+
+@pytest.mark.parametrize("recovery", [{}, IN_PROCESS], ids=["warm", "in_process"])
+def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], recovery: dict[str, Any]
+) -> None:
+    args = {"pace": 0.1, "workers": 1, "misbehave": ["orphan@2:rank0", "orphan@2:rank1"]}
+    run = new_run(tmp_path, "killed", args, recovery=recovery)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(8), "step 8")
+        before, agents = job.workers, job.agents
+        all_of_it = {pid for agent in agents.values() for pid in below(agent)}
+        assert len(all_of_it) >= 6, "two workers, their loader workers, and what they started"
+        assert all(threads_of(agent) == 1 for agent in agents.values())
+        if not recovery:
+            os.kill(before[0], signal.SIGSTOP)  # it hears of nothing, and must go all the same
+        os.kill(before[1], signal.SIGKILL)
+        facts = job.ended()
+        decision = job.conclude(facts)
+        assert decision is not None and decision.cause is Cause.CRASH
+        assert [(end.rank, end.signal) for end in facts.ends if end.signal and not end.ours] == [
+            (1, "SIGKILL")
+        ]
+        left = {pid for pid in all_of_it if Path(f"/proc/{pid}").exists()}
+        # Where rank 0 goes on in its process, so does what it does not know of any more.
+        kept = {before[0], *children_of(before[0])} if recovery else set()
+        assert left == kept
+        start = job.launch()
+        assert start is (Start.IN_PROCESS if recovery else Start.WARM)
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        assert job.agents == agents
+        assert (job.workers[0] == before[0]) is bool(recovery)
+        assert job.workers[1] != before[1]
+        assert job.conclude(job.ended()) is None
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+def test_after_an_exception_all_go_on_in_their_process(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]]
+) -> None:
+    run = new_run(tmp_path, "exception", {"misbehave": ["exception@15:rank1"]}, recovery=IN_PROCESS)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        before = job.workers
+        assert to_the_end_from(job) == [Cause.APP_ERROR, None]
+        assert job.workers == before
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_out_of_memory_shrinks_in_the_process(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], parallel: str
+) -> None:
+    args = {"faults": ["oom@9:rank1:above=2:always"], "parallel": parallel}
+    run = new_run(tmp_path, "oom", args, recovery=IN_PROCESS)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        before = job.workers
+        assert to_the_end_from(job) == [Cause.CUDA_OOM, None]
+        assert job.workers[1] == before[1]
+        # FSDP2 on gloo may wait in an all-gather that can't be aborted: that rank is forked anew.
+        assert parallel == "fsdp2" or job.workers[0] == before[0]
+    assert consumed(run.path) == uninterrupted[1], "global batch or sample order changed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["swallow", "gil"])
+def test_a_rank_that_does_not_unwind_is_forked_anew(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], how: str
+) -> None:
+    misbehave = [f"{how}@15:rank0", "exception@15:rank1"]
+    run = new_run(tmp_path, how, {"misbehave": misbehave, "pace": 0.1}, recovery=IN_PROCESS)
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: len(job.workers) == 2, "both workers")
+        before, agents = job.workers, job.agents
+        assert to_the_end_from(job) == [Cause.APP_ERROR, None]
+        assert job.workers[0] != before[0]
+        assert job.workers[1] == before[1]
+        assert job.agents == agents
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+def to_the_end_from(job: Job) -> list[Cause | None]:
+    """Of what the present launch ended, and those that came of it."""
+    told: list[Cause | None] = []
+    while len(told) < 4:
+        decision = job.conclude(job.ended())
+        told.append(None if decision is None else decision.cause)
+        if decision is None:
+            return told
+        job.launch()
+    raise AssertionError(f"it does not come to an end: {told}")
+
+
+def test_a_signal_for_the_agent_alone_stops_all_ranks_together(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]]
+) -> None:
+    """What Slurm does where it tracks processes by control groups."""
+    run = new_run(tmp_path, "signalled", {"pace": 0.1})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(3), "step 3")
+        os.kill(job.agents[1], signal.SIGTERM)
+        facts = job.ended()
+        assert facts.rank_signals == ("SIGTERM",)
+        assert facts.stopped_at is not None and facts.checkpoint is not None
+        assert [end.exit_code for end in facts.ends] == [0, 0]
+        assert all(Path(f"/proc/{agent}").exists() for agent in job.agents.values())
+        job.conclude(facts)
+        job.launch(Start.WARM)
+        assert job.conclude(job.ended()) is None
+    assert consumed(run.path) == uninterrupted[1]
+    assert digest(run.path, random=True) == uninterrupted[0]
+
+
+@pytest.mark.slow
+def test_with_its_agent_a_rank_goes_and_the_next_launch_is_cold(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "agent", {"pace": 0.1, "workers": 1})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(3), "step 3")
+        everything = {pid for agent in job.agents.values() for pid in (agent, *below(agent))}
+        os.kill(job.agents[1], signal.SIGKILL)
+        facts = job.ended()
+        decision = job.conclude(facts)
+        assert decision is not None and decision.cause is Cause.CRASH
+        incident = job.attempt.state().attempts[-1].incidents[-1][1]
+        assert incident.rank == 1
+        assert any(each.source == "srun" and "Killed" in each.text for each in incident.evidence)
+        assert job.launch() is Start.COLD
+        gone(everything)
+        assert job.conclude(job.ended()) is None
+
+
+@pytest.mark.slow
+def test_agents_go_when_the_supervisor_is_gone(tmp_path: Path) -> None:
+    run = new_run(tmp_path, "alone", {"pace": 0.1, "workers": 1})
+    with standing(run, 2, tmp_path) as job:
+        job.launch()
+        job.until(lambda: job.training(3), "step 3")
+        everything = {pid for agent in job.agents.values() for pid in (agent, *below(agent))}
+        assert job.hub is not None and job.step._agents is not None
+        job.hub.close()
+        job.step._agents.close()
+        job.ended()
+        gone(everything)
+
+
+def gone(pids: set[int], within_s: float = 40.0) -> None:
+    until = time.monotonic() + within_s
+    while left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < until, f"{left} live on"
+        time.sleep(0.01)
+
+
+def threads_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))

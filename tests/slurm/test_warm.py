@@ -1,0 +1,108 @@
+"""Relaunches in the same job on a real Slurm: from standing agents, in the same processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal.events import LaunchStarted
+from slurm_forge.testing.cluster import SlurmCluster
+from slurm_forge.vocabulary.cause import Cause
+from tests.jobs import consumed
+from tests.slurm.harness import Watched, submit
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict]:
+    """Digest and samples of the run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("reference")
+    watched = submit(
+        cluster, folder, name="reference", partition="normal", nodes=2, args={"steps": STEPS}
+    )
+    watched.wait_finished()
+    return watched.digest(), consumed(watched.run.path)
+
+
+def starts(watched: Watched) -> list[str]:
+    return [event.start for _, event in watched.events(LaunchStarted)]
+
+
+def test_warm_relaunch_after_sigkill(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="warm",
+        partition="normal",
+        nodes=2,
+        args={"steps": STEPS, "pace": 0.1, "later_pace": 0.0, "workers": 1},
+    )
+    watched.wait_step(15)
+    agents = dict(slurm.tasks(watched.job))
+    before = {rank: set(below(agent.pid)) for rank, agent in agents.items()}
+    assert all(len(each) >= 2 for each in before.values()), "a worker and its loader worker"
+    os.kill(worker_of(agents[1].pid), signal.SIGKILL)
+    watched.wait(lambda s: len(s.attempts[0].launches) == 2, 30, "the second launch")
+    alive = {pid for each in before.values() for pid in each if Path(f"/proc/{pid}").exists()}
+    assert not alive, "something of the first launch lives beside the second"
+    state = watched.wait_finished()
+    assert starts(watched) == ["cold", "warm"]
+    (attempt,) = state.attempts
+    assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
+    assert attempt.incidents[0][1].rank == 1
+    assert consumed(watched.run.path) == uninterrupted[1]
+    assert watched.digest() == uninterrupted[0]
+
+
+def below(pid: int) -> list[int]:
+    """All descendants of a process."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *below(int(child))]
+    return found
+
+
+def worker_of(agent: int) -> int:
+    (worker,) = [
+        pid
+        for pid in below(agent)
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == agent
+    ]
+    return worker
+
+
+def test_the_others_go_on_in_their_process(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="in-process",
+        partition="normal",
+        nodes=2,
+        args={"steps": STEPS, "pace": 0.1, "later_pace": 0.0, "workers": 1},
+        recovery={"crash": [{"do": "relaunch", "times": 1, "start": "in_process"}]},
+    )
+    watched.wait_step(15)
+    agents = dict(slurm.tasks(watched.job))
+    before = {rank: worker_of(agent.pid) for rank, agent in agents.items()}
+    os.kill(before[1], signal.SIGKILL)
+    watched.wait(lambda s: len(s.attempts[0].launches) == 2, 30, "the second launch")
+    assert worker_of(agents[0].pid) == before[0]
+    state = watched.wait_finished()
+    assert starts(watched) == ["cold", "in_process"]
+    (attempt,) = state.attempts
+    assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
+    assert consumed(watched.run.path) == uninterrupted[1]
+    assert watched.digest() == uninterrupted[0]

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.control.clock_page import ClockReader, Lasted, ProgressClock, new_page
+from slurm_forge.vocabulary.position import LAST, Position
+
+
+class Shared:
+    """A page with its writer and a reader; ``now`` is the clock of the writer."""
+
+    def __init__(self) -> None:
+        self.descriptor = new_page()
+        self.now = 100.0
+        self.clock = ProgressClock(self.descriptor, lambda: self.now)
+        self.reader = ClockReader(self.descriptor)
+
+    def after(self, seconds: float) -> ProgressClock:
+        self.now += seconds
+        return self.clock
+
+    def kind(self) -> str:
+        moved = self.reader.moved()
+        assert moved is not None
+        return moved.kind
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    made = Shared()
+    yield made
+    os.close(made.descriptor)
+
+
+def step(shared: Shared, number: int, seconds: float = 0.0) -> None:
+    """One turn of the loop, as boundary, feeding and stepping write it."""
+    shared.clock.enter("train")
+    shared.clock.advance(Position(number))
+    shared.clock.enter("data")
+    shared.clock.advance(Position(number, 1))
+    shared.clock.advance(Position(number, 1, LAST))
+    shared.clock.enter("train")
+    shared.clock.begin(number + 1)
+    shared.now += seconds
+
+
+def test_an_untouched_page_says_nothing() -> None:
+    assert ClockReader(new_page()).moved() is None
+
+
+def test_where_it_is_and_since_when(shared: Shared) -> None:
+    shared.after(2.0).enter("eval")
+    shared.after(1.0).advance(Position(7, 2, 3, turn=1))
+    moved = shared.reader.moved()
+    assert moved is not None
+    assert (moved.position, moved.at, moved.phase) == (Position(7, 2, 3, 1), 103.0, "eval")
+
+
+def test_looking_around_while_waiting_for_data_is_no_progress(shared: Shared) -> None:
+    shared.clock.enter("data")
+    shared.after(1.0).advance(Position(3, 1))
+    shared.after(5.0).advance(Position(3, 1, 4))
+    moved = shared.reader.moved()
+    assert moved is not None and moved.at == 101.0
+    shared.after(1.0).advance(Position(3, 1, LAST))
+    moved = shared.reader.moved()
+    assert moved is not None and moved.at == 107.0
+
+
+def test_steps_are_of_another_kind_behind_a_start_a_phase_and_a_rollback(shared: Shared) -> None:
+    kinds = []
+    for number in range(4):
+        step(shared, number)
+        kinds.append(shared.kind())
+    assert kinds == ["first train", "first train", "train", "train"]
+    shared.clock.enter("eval")
+    assert shared.kind() == "eval"
+    step(shared, 4)
+    assert shared.kind() == "next train"
+    step(shared, 5)
+    step(shared, 6)
+    assert shared.kind() == "train"
+    shared.clock.enter("load")
+    shared.clock.rewound(Position(2, turn=1))
+    step(shared, 2)
+    assert shared.kind() == "first train"
+
+
+def test_what_took_long_is_told_once_and_what_is_short_only_at_first(shared: Shared) -> None:
+    for number in range(9):
+        step(shared, number, 0.01)
+    shared.reader.lasted()
+    step(shared, 9, 3.0)
+    step(shared, 10, 0.01)
+    assert shared.reader.lasted() == [Lasted("train", pytest.approx(3.0))]
+    assert shared.reader.lasted() == []
+
+
+def test_more_than_fit_leave_the_last_ones(shared: Shared) -> None:
+    for number in range(500):
+        shared.after(1.0 + number).advance(Position(number))
+    told = shared.reader.lasted()
+    assert len(told) == 64
+    assert [each.seconds for each in told] == [1.0 + number for number in range(436, 500)]
+
+
+NAMES = st.text(min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(NAMES, st.integers(0, 2**40), st.integers(0, LAST)), max_size=20))
+def test_the_last_word_is_what_is_read(words: list[tuple[str, int, int]]) -> None:
+    shared = Shared()
+    for name, number, poll in words:
+        shared.clock.enter(name)
+        shared.clock.advance(Position(number, 1, poll))
+        moved = shared.reader.moved()
+        assert moved is not None
+        assert moved.position.step == number or name == "data"
+        assert name.encode(errors="replace").startswith(moved.phase.encode(errors="ignore")[:20])
+    os.close(shared.descriptor)
+
+
+def test_a_reader_never_sees_half_of_a_record() -> None:
+    """Another process writes as fast as it can; every record has one number in all of its parts."""
+    descriptor = new_page()
+    clock = ProgressClock(descriptor, lambda: 0.0)
+    pid = os.fork()
+    if pid == 0:
+        number = 0
+        while os.getppid() != 1:
+            number += 1
+            clock._begun = number
+            clock.advance(Position(number, number, number, number))
+        os._exit(0)
+    try:
+        reader, seen = ClockReader(descriptor), set()
+        deadline = time.monotonic() + 30
+        while len(seen) < 2_000 and time.monotonic() < deadline:
+            moved = reader.moved()
+            if moved is None or moved.position.step == 0:
+                continue
+            place = moved.position
+            assert {place.turn, place.step, place.phase, place.poll} == {moved.begun}
+            seen.add(moved.begun)
+        assert len(seen) >= 2_000, "the two hardly met"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(descriptor)

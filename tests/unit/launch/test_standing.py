@@ -1,0 +1,297 @@
+"""What can be forked, from what a launch may start, and how a launch on agents comes to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.control import Hub
+from slurm_forge.control import agents as a
+from slurm_forge.control import protocol as p
+from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.agents_hub import AgentsHub
+from slurm_forge.launch.agents_launch import AgentsLaunch
+from slurm_forge.launch.standing import with_agent
+from slurm_forge.recovery.launch_facts import LaunchFacts
+from slurm_forge.recovery.warmth import start_after
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.training.gpu_memory import parse_pids
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision, Start
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
+WITHIN_S = 20.0
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def test_our_worker_and_submitits_are_forked_and_nothing_else_is() -> None:
+    ours = ["/v/bin/python3.11", "-u", "-m", "slurm_forge.training.worker", "/runs/x"]
+    assert with_agent(ours, "/runs/x") == (*ours[:3], "slurm_forge.training.agent", "/runs/x")
+    assert with_agent(ours, "/runs/other") is None
+    submitit = ["--output", "/l/%j_%t.out", "python", "-u", "-m", "submitit.core._submit", "/l"]
+    assert with_agent(submitit, "/runs/x") == (
+        *submitit[:4], "-m", "slurm_forge.training.agent", "/runs/x", "--", *submitit[4:]
+    )  # fmt: skip
+    for payload in (
+        ["./train.sh"],
+        ["bash", "-m", "submitit.core._submit", "/l"],
+        ["python", "train.py", "--lr", "1"],
+        ["python", "-m", "torch.distributed.run", "train.py"],
+        ["apptainer", "exec", "image.sif", "bash", "-m"],
+        [],
+    ):
+        assert with_agent(payload, "/runs/x") is None, payload
+
+
+def decision(rung: int | None, cause: Cause = Cause.CRASH) -> Decision:
+    return Decision(
+        incident_id="1.1",
+        cause=cause,
+        action=Action.RELAUNCH,
+        reason="",
+        plan=RecoveryPlan(),
+        rung=rung,
+    )
+
+
+def policy(start: str) -> Recovery:
+    ladder = [{"do": "relaunch", "times": 1, "start": start}]
+    return job_from_mapping({"name": "x", "entry": "a:f", "recovery": {"crash": ladder}}).recovery
+
+
+@pytest.mark.parametrize("start", list(Start))
+def test_the_rung_says_from_what_and_a_doubtful_node_is_always_cold(start: Start) -> None:
+    given_policy = policy(start.value)
+    facts = LaunchFacts(now=NOW)
+    assert start_after(given_policy, decision(0), facts) is start
+    assert start_after(given_policy, decision(None), facts) is Start.WARM
+    for doubtful in (
+        LaunchFacts(now=NOW, killed_for_memory="oom_kill from 0 to 1"),
+        LaunchFacts(now=NOW, launcher_text="srun: error: Node failure on n2\n"),
+        LaunchFacts(now=NOW, absent=(1,)),
+    ):
+        assert start_after(given_policy, decision(0), doubtful) is Start.COLD
+
+
+@given(st.lists(st.integers(1, 2**22)), st.text(max_size=20))
+def test_what_nvidia_smi_prints(pids: list[int], noise: str) -> None:
+    text = "\n".join(map(str, pids))
+    assert parse_pids(text) == frozenset(pids)
+    assert parse_pids(noise + "\nNo running processes found\n" + text) >= frozenset(pids)
+
+
+# -- the agents' channel and a launch on it --------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """An srun that runs until it is killed."""
+
+    status: int | None = None
+    text: str = ""
+    killed: int = 0
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def kill(self) -> None:
+        self.killed += 1
+        self.status = 137
+
+    def tail(self) -> str:
+        return self.text
+
+
+@dataclass
+class Scripted:
+    """An agent that says what it is told to."""
+
+    hub: AgentsHub
+    rank: int
+    nonce: str = ""
+    heard: list[p.Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        hosts, port = parse_addresses(self.hub.addresses)
+        self.socket = connect(hosts, port, WITHIN_S)
+        self.socket.settimeout(0.01)
+        self.buffer = b""
+        self.say(
+            a.AgentHello(
+                nonce=self.nonce or self.hub.nonce,
+                rank=self.rank,
+                world=self.hub.world_size,
+                host=f"n{self.rank}",
+                pid=self.rank + 100,
+            )
+        )
+
+    def say(self, message: p.Message) -> None:
+        self.socket.sendall(p.encode(message))
+
+    def ended(self, launch: int = 1, signal: str = "", code: int = 0, **more: object) -> None:
+        body: dict[str, object] = {
+            "ours": False, "memory": "", "others": 0, "left": "", "parked": False, **more
+        }  # fmt: skip
+        self.say(a.Ended(launch=launch, pid=1, signal=signal, code=code, **body))  # type: ignore[arg-type]
+
+    def hears(self, kind: type[p.Message]) -> bool:
+        with contextlib.suppress(TimeoutError):
+            self.buffer += self.socket.recv(1 << 16)
+        *lines, self.buffer = self.buffer.split(b"\n")
+        self.heard += [a.decode_agents(line) for line in lines]
+        return any(isinstance(message, kind) for message in self.heard)
+
+
+@dataclass
+class World:
+    agents: AgentsHub
+    channel: Hub
+    step: Step
+    ranks: list[Scripted]
+    launch: AgentsLaunch
+    notices: list[tuple[int, str]]
+    now: list[float]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    notices: list[tuple[int, str]] = []
+    now = [1000.0]
+    agents = AgentsHub(
+        world_size=2,
+        nonce="n" * 32,
+        on_notice=lambda *said: notices.append(said),
+        clock=lambda: now[0],
+    )
+    channel = Hub(world_size=2, nonce="x" * 32)
+    agents.begin(
+        a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
+    )
+    ranks = [Scripted(agents, rank) for rank in range(2)]
+    step = Step()
+    launch = AgentsLaunch(step, agents, channel, 1, clock=lambda: now[0])  # type: ignore[arg-type]
+    made = World(agents, channel, step, ranks, launch, notices, now)
+    for rank in ranks:
+        until(lambda rank=rank: rank.hears(a.Begin), "the order")
+        rank.say(a.Begun(launch=1, pid=7, how="fork"))
+    until(lambda: all(v.begun == 1 for v in agents.agents().values()), "both to begin")
+    try:
+        yield made
+    finally:
+        agents.close()
+        channel.close()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.002)
+
+
+def heard_ends(world: World, count: int) -> None:
+    until(lambda: len(world.agents.ends(1)) == count, f"{count} ends")
+
+
+def test_a_launch_is_over_when_every_agent_has_said_so(world: World) -> None:
+    world.ranks[0].ended()
+    heard_ends(world, 1)
+    assert world.launch.poll() is None
+    world.ranks[1].ended()
+    heard_ends(world, 2)
+    assert world.launch.poll() == 0
+    assert world.launch.gone_for_sure
+
+
+def test_the_first_bad_end_is_the_status_and_ends_the_others(world: World) -> None:
+    world.ranks[1].ended(signal="SIGSEGV")
+    heard_ends(world, 1)
+    assert world.launch.poll() is None
+    assert not world.ranks[0].hears(a.End)
+    world.now[0] += 2.1
+    assert world.launch.poll() is None
+    until(lambda: world.ranks[0].hears(a.End), "the order to end")
+    world.ranks[0].ended(signal="SIGKILL", ours=True)
+    heard_ends(world, 2)
+    assert world.launch.poll() == 139
+    assert [(end.rank, end.signal, end.ours) for end in world.launch.ends()] == [
+        (1, "SIGSEGV", False),
+        (0, "SIGKILL", True),
+    ]
+
+
+def test_an_agent_that_does_not_confirm_loses_its_step(world: World) -> None:
+    world.ranks[0].ended()
+    world.launch.kill()
+    world.now[0] += 3.9
+    assert world.launch.poll() is None
+    assert not world.step.killed
+    world.now[0] += 0.2
+    world.launch.poll()
+    assert world.step.killed
+    assert world.launch.poll() == 137
+    assert not world.launch.gone_for_sure
+
+
+def test_what_could_not_be_ended_ends_the_step(world: World) -> None:
+    world.ranks[0].ended()
+    world.ranks[1].ended(signal="SIGKILL", ours=True, left="python (77, state D)")
+    heard_ends(world, 2)
+    assert world.launch.poll() is None
+    assert world.step.killed
+    assert not world.launch.gone_for_sure
+
+
+def test_killed_ranks_whose_agents_go_too_are_sruns_to_explain(world: World) -> None:
+    """Somebody cancelled the step: workers may be seen to go a moment before their agents."""
+    for rank in world.ranks:
+        rank.ended(signal="SIGKILL")
+    heard_ends(world, 2)
+    assert world.launch.poll() is None, "the agents' own end may be on its way"
+    for rank in world.ranks:
+        rank.socket.close()
+    until(lambda: not any(v.connected for v in world.agents.agents().values()), "agents to go")
+    world.now[0] += 0.4
+    assert world.launch.poll() is None
+    world.step.status, world.step.text = 143, "srun: Job step aborted: …"
+    assert world.launch.poll() == 143
+    assert not world.launch.gone_for_sure
+
+
+def test_signals_of_agents_are_told_and_strangers_are_not_heard(world: World) -> None:
+    world.ranks[1].say(a.Noticed(what="SIGTERM"))
+    until(lambda: world.notices == [(1, "SIGTERM")], "the notice")
+    stranger = Scripted(world.agents, 0, nonce="guessed")
+    stranger.say(a.Noticed(what="SIGTERM"))
+    stranger.socket.settimeout(WITHIN_S)
+    with contextlib.suppress(ConnectionError):
+        assert stranger.socket.recv(100) == b"", "a stranger was answered"
+    assert world.notices == [(1, "SIGTERM")]
+    assert world.agents.agents()[0].connected
+
+
+def test_who_has_not_begun_when_the_launch_is_over_need_not(world: World) -> None:
+    agents = world.agents
+    agents.begin(
+        a.Begin(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=False)
+    )
+    channel = Hub(world_size=2, nonce="y" * 32)
+    second = AgentsLaunch(world.step, agents, channel, 2, clock=lambda: world.now[0])  # type: ignore[arg-type]
+    assert second.poll() is None
+    assert not world.ranks[0].hears(a.End)
+    channel.abort("preempted before anything was imported")
+    second.poll()
+    until(lambda: all(rank.hears(a.End) for rank in world.ranks), "the order to end")
+    channel.close()

@@ -1,0 +1,286 @@
+"""The watchdog over simulated hours: a hub that is not one, a clock that is turned by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+
+from slurm_forge.control import MemberView
+from slurm_forge.control import protocol as p
+from slurm_forge.control.hub import WitnessView
+from slurm_forge.journal.events import StallSeen, StretchesLearned
+from slurm_forge.launch.watchdog import Watchdog
+from slurm_forge.recovery.stretches import Rules
+
+RULES = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
+TICK = 0.25
+
+
+@dataclass
+class Rank:
+    """A simulated rank: what its page would say, and what was done to it."""
+
+    rank: int
+    step: int = 0
+    phase: str = "train"
+    kind: str = "train"
+    moved: float = 0.0
+    state: str = "S"
+    cpu: float = 0.0
+    busy: bool = False
+    silent: bool = False
+    stack: str = '  File "/a/train.py", line 1, in train\n'
+
+    def go(self, now: float, **to: object) -> None:
+        for name, value in to.items():
+            setattr(self, name, value)
+        self.moved = now
+
+
+@dataclass
+class Scene:
+    """Ranks under a watchdog; ``pass_time`` lets witnesses speak every second."""
+
+    ranks: list[Rank]
+    rules: Rules | None = RULES
+    learned: dict[str, float] = field(default_factory=dict)
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.world_size = len(self.ranks)
+        self.asked = 0
+        self.views: dict[int, WitnessView] = {}
+        for rank in self.ranks:
+            rank.moved = self.now
+        self.told: list[StallSeen] = []
+        self.written: list[StretchesLearned] = []
+        self.dog = Watchdog(
+            self,  # type: ignore[arg-type]
+            self.rules,
+            lambda: self.now,
+            attempt=1,
+            launch=1,
+            learned=self.learned,
+        )
+
+    # what the watchdog sees of a hub
+
+    def members(self) -> dict[int, MemberView]:
+        return {
+            r.rank: MemberView(
+                rank=r.rank, host=f"n{r.rank}", pid=1, heard=self.heard(r), step=r.step,
+                begun=r.step + 1, phase=r.phase, started=True,
+            )
+            for r in self.ranks
+        }  # fmt: skip
+
+    def heard(self, rank: Rank) -> float:
+        view = self.views.get(rank.rank)
+        return self.now if view is None or not rank.silent else view.heard
+
+    def witnesses(self) -> dict[int, WitnessView]:
+        return dict(self.views)
+
+    def ask_witnesses(self, message: p.Message) -> None:
+        assert isinstance(message, p.TakeStacks)
+        self.asked = message.id
+
+    def answer(self) -> None:
+        """What witnesses find when they are asked, a moment later."""
+        for r in self.ranks if self.asked else ():
+            if not r.silent:
+                text = "Thread 0x0 (most recent call first)\n" + r.stack
+                self.dog.hear(
+                    r.rank,
+                    p.Stacks(
+                        id=self.asked, how="test", state=r.state, cpu_s=r.cpu, file="f", text=text
+                    ),
+                )
+        self.asked = 0
+
+    # what happens
+
+    def pass_time(self, seconds: float, *, unwatched: bool = False) -> list[StallSeen]:
+        before = len(self.told)
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            self.now += TICK
+            for r in self.ranks:
+                r.cpu += TICK if r.busy else 0.0
+                if not r.silent and self.now % 1.0 < TICK:
+                    self.speak(r)
+            self.answer()
+            event = None if unwatched else self.dog.look(self.now)
+            if isinstance(event, StallSeen):
+                self.told.append(event)
+            elif isinstance(event, StretchesLearned):
+                self.written.append(event)
+        return self.told[before:]
+
+    def speak(self, r: Rank) -> None:
+        pulse = p.Pulse(
+            turn=0, step=r.step, begun=r.step + 1, phase_no=0, poll=0, phase=r.phase, kind=r.kind,
+            since_s=self.now - r.moved, mute_s=0.0, state=r.state, cpu_s=r.cpu,
+        )  # fmt: skip
+        self.views[r.rank] = WitnessView(
+            rank=r.rank, host=f"n{r.rank}", heard=self.now, pulse=pulse
+        )
+
+    def train(self, steps: int, seconds: float) -> None:
+        for _ in range(steps):
+            assert self.pass_time(seconds) == []
+            for r in self.ranks:
+                self.dog.hear(r.rank, p.Lasted(kind=r.kind, seconds=seconds))
+                r.go(self.now, step=r.step + 1, phase="train", kind="train")
+
+
+def scene(count: int = 3, **more: object) -> Scene:
+    return Scene([Rank(rank) for rank in range(count)], **more)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_stops_is_found_within_the_learned_limit() -> None:
+    made = scene()
+    made.train(20, 2.0)
+    made.ranks[1].state = "T"
+    for rank in (0, 2):
+        made.ranks[rank].stack = '  File "/x/torch/distributed/c.py", line 1, in all_reduce\n'
+    assert made.pass_time(29.0) == []
+    (told,) = made.pass_time(5.0)
+    assert (told.late_ranks, told.late_hosts, told.limit_s) == ((1,), ("n1",), 30.0)
+    assert made.dog.stalled is not None
+    assert made.pass_time(60.0) == [], "told once"
+
+
+def test_long_steps_have_longer_limits_and_steps_may_get_slower() -> None:
+    made = scene()
+    for seconds in (4.0, 6.0, 9.0, 14.0, 25.0, 45.0, 80.0, 150.0):
+        made.train(6, seconds)
+
+
+def test_a_long_evaluation_and_long_saves_are_no_hang() -> None:
+    made = scene()
+    made.train(10, 1.0)
+    for r in made.ranks:
+        r.go(made.now, phase="eval", kind="eval")
+    made.train(1, 1200.0)
+    made.train(10, 1.0)
+    for r in made.ranks:
+        r.go(made.now, phase="save", kind="save")
+    made.dog.saved(90.0)
+    made.train(1, 400.0)
+
+
+def test_an_evaluation_on_rank_0_alone_keeps_the_others_waiting() -> None:
+    made = scene()
+    made.train(10, 1.0)
+    made.ranks[0].go(made.now, phase="eval", kind="eval")
+    for r in made.ranks[1:]:
+        r.go(made.now, step=r.step)
+    made.ranks[0].step -= 1
+    assert made.pass_time(900.0) == []
+
+
+def test_an_unnamed_computation_is_given_until_at_most() -> None:
+    """Nobody said run.phase: the rank computes, its stack changes."""
+    made = scene(1)
+    made.train(10, 1.0)
+    made.ranks[0].busy = True
+    assert made.pass_time(500.0) == []
+    made.ranks[0].go(made.now)
+    assert made.pass_time(29.0) == []
+    (told,) = made.pass_time(700.0)
+    assert told.since_s > 600
+
+
+def test_a_suspended_job_is_no_hang_however_its_processes_come_back() -> None:
+    made = scene()
+    made.train(10, 1.0)
+    # Everything stops, the supervisor too: nobody looks, nobody speaks.
+    for r in made.ranks:
+        r.silent = True
+    made.pass_time(3600.0, unwatched=True)
+    assert made.pass_time(4.0) == [], "our own clock has a gap"
+    for r in made.ranks:
+        r.silent = False
+        assert made.pass_time(3.0) == []
+    made.train(10, 1.0)
+
+
+def test_workers_that_are_all_stopped_beside_witnesses_that_are_not() -> None:
+    """``scancel -s STOP`` reaches direct children only where Slurm tracks by cgroup."""
+    made = scene()
+    made.train(10, 1.0)
+    for r in made.ranks:
+        r.state = "T"
+    assert made.pass_time(3600.0) == []
+    for r in made.ranks:
+        r.state = "R"
+    assert made.pass_time(25.0) == [], "their clocks begin anew"
+    made.train(10, 1.0)
+
+
+def test_a_silent_witness_beside_others_is_a_lost_rank() -> None:
+    made = scene()
+    made.train(10, 1.0)
+    made.ranks[2].silent = True
+    (told,) = made.pass_time(60.0)
+    assert told.late_ranks == (2,)
+
+
+def test_a_witness_that_died_is_replaced_by_heartbeats() -> None:
+    made = scene()
+    made.train(10, 1.0)
+    view = made.views[1]
+    made.ranks[1].silent = True
+    made.views[1] = replace(view, connected=False)
+    made.heard = lambda rank: made.now  # type: ignore[method-assign]
+    for _ in range(100):
+        assert made.pass_time(1.0) == []
+        for r in made.ranks:
+            r.go(made.now, step=r.step + 1)
+    (told,) = made.pass_time(700.0)  # and now they stand still
+    assert told.since_s > 30
+
+
+def test_ranks_that_said_goodbye_are_not_waited_for() -> None:
+    made = scene(2)
+    made.train(10, 1.0)
+    for _ in range(4 * 100):
+        made.now += TICK
+        made.ranks[1].go(made.now)
+        made.speak(made.ranks[1])
+        assert not isinstance(made.dog.look(made.now, gone={0}), StallSeen)
+
+
+def test_what_was_warned_of_is_told_again_later_and_later() -> None:
+    made = scene(1)
+    made.train(10, 1.0)
+    told = []
+    for _ in range(4 * 400):
+        made.pass_time(TICK)
+        if made.dog.stalled is not None:
+            told.append(made.dog.stalled.since.total_seconds())
+            made.dog.forgive()
+    assert 3 <= len(told) <= 5, told
+    assert all(after >= 2 * before for before, after in pairwise(told))
+
+
+def test_what_was_learned_is_written_rarely_and_known_to_the_next_launch() -> None:
+    made = scene()
+    made.train(200, 2.0)
+    assert 1 <= len(made.written) <= 3
+    assert made.written[-1].seconds["train"] == pytest.approx(2.0)
+    later = scene(learned={"train": 2.0, "eval": 100.0})
+    for r in later.ranks:
+        r.go(later.now, phase="eval", kind="eval")
+    (told,) = later.pass_time(1100.0)
+    assert told.limit_s == 1000.0, "known, but by one sample only"
+
+
+def test_switched_off() -> None:
+    made = scene(rules=None)
+    assert made.pass_time(10_000.0) == []
+    assert made.asked == 0

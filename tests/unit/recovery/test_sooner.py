@@ -1,0 +1,81 @@
+"""How far ahead a requeued job may start: past its own end, and not at all where nobody knows."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.journal.events import RequeueDone
+from slurm_forge.journal.state import AttemptState
+from slurm_forge.recovery.sooner import sooner
+from slurm_forge.slurm.records import ConfigRecord
+
+PLAIN = ConfigRecord(kill_wait=timedelta(seconds=30), has_epilog=False)
+
+
+def attempts(*waited: float) -> list[AttemptState]:
+    """One after the other, each requeued and started again after so many seconds."""
+    found, now = [], 0.0
+    done = RequeueDone(job="42", method="scontrol requeue")
+    for number, seconds in enumerate((*waited, 0.0), start=1):
+        end = now + 1000
+        found.append(
+            AttemptState(
+                number=number,
+                job="42",
+                nodes=(),
+                via="sbatch",
+                started=now,
+                requeues=((end, done),),
+            )
+        )
+        now = end + seconds
+    return found
+
+
+def test_at_the_default_delay_a_few_seconds_are_enough() -> None:
+    soon = sooner(PLAIN, ())
+    assert soon is not None
+    assert soon.at_end == timedelta(seconds=3)
+    assert soon.at_worst > timedelta(seconds=30), "our ranks may live until KillWait is over"
+
+
+def test_where_nodes_are_cleaned_up_it_is_further_ahead() -> None:
+    soon = sooner(ConfigRecord(has_epilog=True), ())
+    assert soon is not None and soon.at_end > timedelta(seconds=10)
+
+
+def test_a_short_delay_or_an_unknown_one_is_left_alone() -> None:
+    assert sooner(None, ()) is None
+    assert sooner(ConfigRecord(auth_info=("cred_expire=5",)), ()) is None
+    assert sooner(ConfigRecord(scheduler_parameters=("requeue_delay=10",)), ()) is None
+
+
+def test_an_end_that_took_longer_is_learned_from_and_given_up_in_the_end() -> None:
+    once = sooner(PLAIN, attempts(122.0))
+    assert once is not None and once.at_end == timedelta(seconds=9)
+    assert sooner(PLAIN, attempts(122.0, 125.0, 123.0, 124.0)) is None
+    queue = sooner(PLAIN, attempts(20.0, 4000.0))
+    assert queue is not None and queue.at_end == timedelta(seconds=3), "the queue's doing"
+
+
+@given(
+    st.integers(0, 400),
+    st.integers(0, 200),
+    st.booleans(),
+    st.lists(st.floats(0, 500), max_size=6),
+)
+def test_never_later_than_slurm_itself(
+    cred: int, kill_wait: int, epilog: bool, waited: list[float]
+) -> None:
+    config = ConfigRecord(
+        auth_info=(f"cred_expire={cred}",),
+        kill_wait=timedelta(seconds=kill_wait),
+        has_epilog=epilog,
+    )
+    soon = sooner(config, attempts(*waited))
+    if soon is not None:
+        assert timedelta(seconds=2) < soon.at_end < soon.at_worst < config.requeue_delay
+        assert soon.at_worst > timedelta(seconds=kill_wait)
