@@ -278,6 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[Way, list[Comeback]] = {}
     with _cluster(given.dir, work) as cluster, clients_of(cluster):
         cluster.reset()
+        # Killed so often, a node would be left out, and the run with it go back into the queue.
+        os.environ["SLURM_FORGE_NODES"] = "off"
         bench = Bench(cluster, work, given.pace)
         for way in ways:
             if way is Way.REQUEUE_DEFAULT:

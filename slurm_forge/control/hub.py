@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slurm_forge.control import protocol as p
-from slurm_forge.control.addresses import candidates, format_addresses
+from slurm_forge.control.addresses import candidates, format_addresses, notice_dead_peer
 from slurm_forge.control.gathering import Gathering
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
@@ -257,6 +257,7 @@ class Hub:
         except OSError:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_dead_peer(connection)
         connection.settimeout(_SEND_WITHIN_S)
         with self._lock:
             strangers = sum(

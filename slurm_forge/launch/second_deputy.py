@@ -2,8 +2,9 @@
 
 With ``--no-kill`` Slurm takes a lost node out of the job and lets the job run, also where it is the
 node of the batch script: nobody would ever start anything in it again, until its time limit.  Rank
-0 is mostly on that node, too.  So the first rank of another node waits until Slurm says that the
-batch node is gone, and then does what the deputy does.
+0 is mostly on that node, too.  So the first rank of another node waits until Slurm does not hear
+from the batch node any more, and then does what the deputy does.  Not longer: with the node Slurm
+gives up its steps, and SIGKILL comes to all that is left of them in the same moment.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ __all__ = ["batch_node_lost", "lost_with_its_node"]
 
 #: Longer than SlurmdTimeout (300 s by default) and Slurm's next look at its nodes.
 PATIENCE = timedelta(minutes=20)
-#: Once Slurm has given the node up, what is left of the step is killed KillWait later.
 _BETWEEN_S = 2.0
+#: A supervisor that is only out of our reach has started ranks again by then, and written it down.
+_LOOKS = 6
 
 
 def batch_node_lost(
@@ -41,19 +43,21 @@ def batch_node_lost(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Wait until Slurm has given up the node that the supervisor of ``claim`` was on.
+    """Wait until Slurm does not hear from the node that the supervisor of ``claim`` was on.
 
     False where somebody has seen to the launch meanwhile, where the job has ended, or where that
     does not come: then the supervisor, or Slurm, does what is to be done.  ``FencedError`` once a
     newer attempt owns the run.
     """
     until = clock() + patience.total_seconds()
+    looks = 0
     while clock() < until:
         Fence(run, claim.attempt, launch)()
         if run.is_done() or _told(run, claim.attempt, launch):
             return False
+        looks += 1
         found = _is_lost(slurm, job, claim.nodes[0] if claim.nodes else "")
-        if found is not None:
+        if found is False or (found and looks >= _LOOKS):
             return found
         pause(_BETWEEN_S)
     return False
@@ -62,11 +66,11 @@ def batch_node_lost(
 def lost_with_its_node(incident: Incident, claim: Claim) -> Incident:
     """The incident of a supervisor that is gone, where its node is, too."""
     host = claim.nodes[0]
-    seen = Evidence("scontrol", f"the node of the batch script, {host}, is not in the job any more")
+    seen = Evidence("scontrol", f"the node of the batch script, {host}, does not respond")
     return replace(
         incident,
         cause=Cause.NODE_FAIL,
-        confidence=Confidence.CERTAIN,
+        confidence=Confidence.LIKELY,
         hosts=(host,),
         evidence=(seen, *incident.evidence),
     )
@@ -82,7 +86,7 @@ def _told(run: RunDirectory, attempt: int, launch: int) -> bool:
 
 
 def _is_lost(slurm: Slurm, job: str, node: str) -> bool | None:
-    """Whether the job runs on without that node; None while nobody can say."""
+    """Whether the node is gone from a job that runs; None: nobody knows of it (yet)."""
     try:
         record = slurm.show_job(job)
         if record is None:
@@ -90,6 +94,8 @@ def _is_lost(slurm: Slurm, job: str, node: str) -> bool | None:
         if record.state is not JobState.RUNNING or not node:
             return False
         if record.nodelist and node not in expand_nodes(record.nodelist):
+            return True
+        if any(each.name == node and each.is_down for each in slurm.show_nodes([node])):
             return True
     except (ForgeError, ConfigError):
         pass  # the controller may be busy with just that

@@ -84,12 +84,17 @@ def saves(launch: s.LaunchStory) -> str:
     return f"{count}, the last at step {t.number(last.step)}, {t.span(mean)} each{doubt}"
 
 
+#: From what; a new interpreter goes without saying.
+_FROM = {"warm": ", warm", "in_process": ", in the same processes"}
+
+
 def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
     """How the run went on after a launch, as far as it is known."""
     later = next((each for each in attempt.launches if each.number > launch.number), None)
     if later is not None:
         moved = _moved(launch.nodes, later.nodes)
-        return f"relaunched on {moved}" if moved else "relaunched in the allocation"
+        where = f"on {moved}" if moved else "in the allocation"
+        return f"relaunched {where}{_FROM.get(later.start, '')}"
     for comeback in reversed(attempt.comebacks):
         if comeback.method == _UPDATE:
             continue

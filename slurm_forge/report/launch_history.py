@@ -199,6 +199,7 @@ class LaunchTelling:
             outcome=self.outcome,
             world_size=self._world_size(),
             nodes=() if self.event is None else self.event.nodes,
+            start="cold" if self.event is None else self.event.start,
             step=self.step,
             resumes=tuple(
                 replace(resume, after=lineage.after.get(id(event)))

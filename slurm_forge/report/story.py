@@ -176,6 +176,8 @@ class LaunchStory:
     outcome: str
     world_size: int
     nodes: tuple[str, ...]
+    #: From what ranks were started: cold, warm or in_process.
+    start: str
     step: int | None
     resumes: tuple[ResumeStory, ...]
     training_s: float

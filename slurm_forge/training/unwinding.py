@@ -26,7 +26,7 @@ __all__ = ["LaunchOver", "Unwinding", "can_unwind"]
 #: Nobody else uses it, and no other signal can be told from a notice.
 _RAISE = signal.SIGRTMIN + 11
 #: A main thread that is not out by then sits in C code, or catches everything: it is replaced.
-_OUT_WITHIN_S = 2.5
+_OUT_WITHIN_S = 3.0
 #: Raised again until it is heard: destructors and callbacks swallow what is raised in them.
 _AGAIN_S = 0.2
 #: For threads of ours that were saving: what they write must not be published beside a new launch.
@@ -61,7 +61,7 @@ class Unwinding:
     def __call__(self, reason: str) -> None:
         """The launch is over, says the channel (on its thread).  Back when the main thread is out.
 
-        Where it does not get out within 2.5 s the process ends; at once where nobody is left to
+        Where it does not get out within 3 s the process ends; at once where nobody is left to
         start another launch.
         """
         if reason == HUB_GONE:

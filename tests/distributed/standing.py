@@ -109,7 +109,13 @@ class Job:
         hub.start()
         self.attempt.next_launch(hub, ("here",), start)
         self.began = time.time()
-        knobs = Knobs(attempt=1, launch=self.attempt.launch, started=self.began)
+        knobs = Knobs(
+            channel=hub.addresses,
+            nonce=hub.nonce,
+            attempt=1,
+            launch=self.attempt.launch,
+            started=self.began,
+        )
         launched = self.step.begin(
             options, start, hub=hub, knobs=knobs, variables=self._variables, again=False
         )

@@ -54,36 +54,55 @@ def launches(watched: Watched) -> list[tuple[str, ...]]:
     return [event.nodes for _, event in watched.events(LaunchStarted)]
 
 
-def test_a_lost_node_costs_a_relaunch_on_the_spare_one(
+@pytest.mark.slow
+def test_the_node_of_the_batch_script_is_lost(
     slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
 ) -> None:
+    """Slurm lets such a job run on with nobody in it: a rank of another node requeues it."""
     watched = submit(
-        slurm,
-        tmp_path,
-        name="spare",
-        nodes=3,
-        spare_nodes=1,
-        partition="normal",
-        args=PACE,
+        slurm, tmp_path, name="batch", nodes=3, spare_nodes=1, partition="normal", args=PACE
     )
-    watched.wait_step(EVERY + 5)
-    first = launches(watched)[0]
-    with lost(slurm, first[1]):
-        state = watched.wait_finished()
-    (attempt,) = state.attempts
-    assert attempt.job == watched.job
-    assert slurm.job(watched.job).restarts == 0, "it went back to the queue"
-    (incident,) = [each for _, each in attempt.incidents]
-    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (first[1],))
-    assert [each.action for _, each in attempt.decisions] == [Action.RELAUNCH]
-    (spare,) = set(slurm.nodes) - set(first)
-    assert launches(watched) == [first, (first[0], spare, first[2])]
+    watched.wait_step(EVERY + 2)
+    batch = slurm.nodes_of(watched.job)[0]
+    with lost(slurm, batch):
+        watched.wait(lambda s: bool(s.attempts[0].requeues), 120, "a requeue")
+    state = watched.wait_finished()
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (batch,))
+    assert len(state.attempts) == 2
     assert consumed(watched.run.path) == uninterrupted[1]
     assert watched.digest() == uninterrupted[0]
 
 
 @pytest.mark.slow
-def test_two_losses_take_two_spares(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_by_submitit_it_costs_no_more(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="submitit",
+        way=Way.FORGE,
+        nodes=3,
+        spare_nodes=1,
+        partition="normal",
+        args=PACE,
+    )
+    watched.wait_step(EVERY + 2)
+    first = launches(watched)[0]
+    with lost(slurm, first[1]):
+        state = watched.wait_finished()
+    assert len(state.attempts) == 1
+    assert slurm.job(watched.job).restarts == 0
+    assert len(launches(watched)) == 2
+    assert watched.digest() == uninterrupted[0]
+    with environment(slurm):
+        slurm.wait_for(lambda: watched.handle.done(force_check=True), 30, "submitit's result")
+        assert all("finished" in result for result in watched.handle.results())
+
+
+@pytest.mark.slow
+def test_each_of_two_losses_costs_a_relaunch(slurm: SlurmCluster, tmp_path: Path) -> None:
     """On two ranks, so that four nodes have two spare ones."""
     reference = submit(
         slurm, tmp_path / "alone", name="pair", partition="normal", nodes=2, args=BATCH
@@ -111,6 +130,65 @@ def test_two_losses_take_two_spares(slurm: SlurmCluster, tmp_path: Path) -> None
     assert {nodes[0] for nodes in launches(watched)} == {"n1"}
     assert consumed(watched.run.path) == consumed(reference.run.path)
     assert watched.digest() == reference.digest()
+
+
+@pytest.mark.slow
+def test_a_split_network_sends_its_rank_away(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    """Slurm gives the node up, its rank is well: it is sent away before another takes its seat."""
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="split",
+        nodes=3,
+        spare_nodes=1,
+        partition="normal",
+        args={**PACE, "steps": STEPS, "pace": 1.5},
+    )
+    watched.wait_step(EVERY + 1, seconds=120)
+    first = launches(watched)[0]
+    rank = slurm.tasks(watched.job)[1]
+    slurm.kill_node(first[1], spare_tasks=True)
+    try:
+        state = watched.wait_finished(200)
+        slurm.wait_for(lambda: not is_alive(rank), 20, "the end of the rank that was given up")
+    finally:
+        slurm.restart_node(first[1])
+    (attempt,) = state.attempts
+    (incident,) = [each for _, each in attempt.incidents]
+    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (first[1],))
+    assert incident.confidence is not Confidence.GUESS, "Slurm said it"
+    assert consumed(watched.run.path) == uninterrupted[1]
+    assert watched.digest() == uninterrupted[0]
+
+
+def test_a_lost_node_costs_a_relaunch_on_the_spare_one(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+) -> None:
+    watched = submit(
+        slurm,
+        tmp_path,
+        name="spare",
+        nodes=3,
+        spare_nodes=1,
+        partition="normal",
+        args=PACE,
+    )
+    watched.wait_step(EVERY + 5)
+    first = launches(watched)[0]
+    with lost(slurm, first[1]):
+        state = watched.wait_finished()
+    (attempt,) = state.attempts
+    assert attempt.job == watched.job
+    assert slurm.job(watched.job).restarts == 0, "it went back to the queue"
+    (incident,) = [each for _, each in attempt.incidents]
+    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (first[1],))
+    assert [each.action for _, each in attempt.decisions] == [Action.RELAUNCH]
+    (spare,) = set(slurm.nodes) - set(first)
+    assert launches(watched) == [first, (first[0], spare, first[2])]
+    assert consumed(watched.run.path) == uninterrupted[1]
+    assert watched.digest() == uninterrupted[0]
 
 
 @pytest.mark.slow
@@ -161,79 +239,3 @@ def test_fewer_nodes_in_the_same_job(
     assert [each.action for _, each in attempt.decisions] == [Action.FEWER_NODES]
     assert launches(watched) == [first, (first[0], first[2])]
     assert consumed(watched.run.path) == uninterrupted[1], "global batch or order changed"
-
-
-@pytest.mark.slow
-def test_ranks_that_live_on_where_slurm_has_lost_the_node(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
-) -> None:
-    """Slurm gives the node up, its rank is well: it is sent away before another takes its seat."""
-    watched = submit(
-        slurm,
-        tmp_path,
-        name="split",
-        nodes=3,
-        spare_nodes=1,
-        partition="normal",
-        args={**PACE, "steps": STEPS, "pace": 1.5},
-    )
-    watched.wait_step(EVERY + 1, seconds=120)
-    first = launches(watched)[0]
-    rank = slurm.tasks(watched.job)[1]
-    slurm.kill_node(first[1], spare_tasks=True)
-    try:
-        state = watched.wait_finished(200)
-        slurm.wait_for(lambda: not is_alive(rank), 20, "the end of the rank that was given up")
-    finally:
-        slurm.restart_node(first[1])
-    (attempt,) = state.attempts
-    (incident,) = [each for _, each in attempt.incidents]
-    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (first[1],))
-    assert incident.confidence is not Confidence.GUESS, "Slurm said it"
-    assert consumed(watched.run.path) == uninterrupted[1]
-    assert watched.digest() == uninterrupted[0]
-
-
-@pytest.mark.slow
-def test_by_submitit(slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]) -> None:
-    watched = submit(
-        slurm,
-        tmp_path,
-        name="submitit",
-        way=Way.FORGE,
-        nodes=3,
-        spare_nodes=1,
-        partition="normal",
-        args=PACE,
-    )
-    watched.wait_step(EVERY + 2)
-    first = launches(watched)[0]
-    with lost(slurm, first[1]):
-        state = watched.wait_finished()
-    assert len(state.attempts) == 1
-    assert slurm.job(watched.job).restarts == 0
-    assert len(launches(watched)) == 2
-    assert watched.digest() == uninterrupted[0]
-    with environment(slurm):
-        slurm.wait_for(lambda: watched.handle.done(force_check=True), 30, "submitit's result")
-        assert all("finished" in result for result in watched.handle.results())
-
-
-@pytest.mark.slow
-def test_the_node_of_the_batch_script_is_lost(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
-) -> None:
-    """Slurm lets such a job run on with nobody in it: a rank of another node requeues it."""
-    watched = submit(
-        slurm, tmp_path, name="batch", nodes=3, spare_nodes=1, partition="normal", args=PACE
-    )
-    watched.wait_step(EVERY + 2)
-    batch = slurm.nodes_of(watched.job)[0]
-    with lost(slurm, batch):
-        watched.wait(lambda s: bool(s.attempts[0].requeues), 120, "a requeue")
-    state = watched.wait_finished()
-    incident = state.attempts[0].incidents[0][1]
-    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (batch,))
-    assert len(state.attempts) == 2
-    assert consumed(watched.run.path) == uninterrupted[1]
-    assert watched.digest() == uninterrupted[0]

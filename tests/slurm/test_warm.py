@@ -11,12 +11,14 @@ import pytest
 from slurm_forge.journal.events import LaunchStarted
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
+from tests.distributed.standing import below, children_of
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, submit
+from tests.slurm.harness import Watched, Way, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-STEPS = 60
+STEPS = 40
+EVERY = {"every_steps": 10, "every_minutes": None}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,13 @@ def uninterrupted(
     """Digest and samples of the run that nothing happens to."""
     folder = tmp_path_factory.mktemp("reference")
     watched = submit(
-        cluster, folder, name="reference", partition="normal", nodes=2, args={"steps": STEPS}
+        cluster,
+        folder,
+        name="reference",
+        partition="normal",
+        nodes=2,
+        args={"steps": STEPS},
+        checkpoint=EVERY,
     )
     watched.wait_finished()
     return watched.digest(), consumed(watched.run.path)
@@ -36,18 +44,21 @@ def starts(watched: Watched) -> list[str]:
     return [event.start for _, event in watched.events(LaunchStarted)]
 
 
+@pytest.mark.parametrize("way", [Way.TEMPLATE, pytest.param(Way.FORGE, marks=pytest.mark.slow)])
 def test_warm_relaunch_after_sigkill(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict], way: Way
 ) -> None:
     watched = submit(
         slurm,
         tmp_path,
         name="warm",
+        way=way,
         partition="normal",
         nodes=2,
-        args={"steps": STEPS, "pace": 0.1, "later_pace": 0.0, "workers": 1},
+        args={"steps": STEPS, "pace": 0.2, "later_pace": 0.0, "workers": 1},
+        checkpoint=EVERY,
     )
-    watched.wait_step(15)
+    watched.wait_step(10)  # the next save is two seconds away
     agents = dict(slurm.tasks(watched.job))
     before = {rank: set(below(agent.pid)) for rank, agent in agents.items()}
     assert all(len(each) >= 2 for each in before.values()), "a worker and its loader worker"
@@ -64,24 +75,6 @@ def test_warm_relaunch_after_sigkill(
     assert watched.digest() == uninterrupted[0]
 
 
-def below(pid: int) -> list[int]:
-    """All descendants of a process."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *below(int(child))]
-    return found
-
-
-def worker_of(agent: int) -> int:
-    (worker,) = [
-        pid
-        for pid in below(agent)
-        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == agent
-    ]
-    return worker
-
-
 def test_the_others_go_on_in_their_process(
     slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
 ) -> None:
@@ -91,14 +84,16 @@ def test_the_others_go_on_in_their_process(
         name="in-process",
         partition="normal",
         nodes=2,
-        args={"steps": STEPS, "pace": 0.1, "later_pace": 0.0, "workers": 1},
+        args={"steps": STEPS, "pace": 0.2, "later_pace": 0.0, "workers": 1},
+        checkpoint=EVERY,
         recovery={"crash": [{"do": "relaunch", "times": 1, "start": "in_process"}]},
     )
-    watched.wait_step(15)
+    watched.wait_step(10)  # the next save is two seconds away
     agents = dict(slurm.tasks(watched.job))
     before = {rank: worker_of(agent.pid) for rank, agent in agents.items()}
     os.kill(before[1], signal.SIGKILL)
     watched.wait(lambda s: len(s.attempts[0].launches) == 2, 30, "the second launch")
+    slurm.wait_for(lambda: len(children_of(agents[1].pid)) == 1, 30, "a new rank 1")
     assert worker_of(agents[0].pid) == before[0]
     state = watched.wait_finished()
     assert starts(watched) == ["cold", "in_process"]
@@ -106,3 +101,8 @@ def test_the_others_go_on_in_their_process(
     assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
     assert consumed(watched.run.path) == uninterrupted[1]
     assert watched.digest() == uninterrupted[0]
+
+
+def worker_of(agent: int) -> int:
+    (worker,) = children_of(agent)
+    return worker

@@ -17,7 +17,7 @@ from slurm_forge.launch.deputy import bring_back
 from slurm_forge.run_directory import RunDirectory, claim_attempt, mark_launch
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
@@ -35,6 +35,11 @@ class Slurm:
 
     says: list[JobRecord | None]
     requeued: list[str] = field(default_factory=list)
+    down: bool = False
+
+    def show_nodes(self, names: list[str]) -> tuple[NodeRecord, ...]:
+        state = ("ALLOCATED", "NOT_RESPONDING") if self.down else ("ALLOCATED",)
+        return tuple(NodeRecord(name=name, state=state) for name in names)
 
     def show_job(self, job: str) -> JobRecord:
         now = self.says.pop(0) if len(self.says) > 1 else self.says[0]
@@ -48,6 +53,9 @@ class Slurm:
 
     def update_job(self, job: str, update: JobUpdate) -> None:
         pass
+
+    def show_config(self) -> ConfigRecord:
+        raise SlurmUnreachableError(["scontrol"], 1, "busy")
 
 
 @pytest.fixture
@@ -95,11 +103,19 @@ def test_it_requeues_once_slurm_goes_on_without_the_batch_node(
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n1",))
 
 
+def test_it_does_not_wait_until_slurm_gives_the_node_up(
+    run: RunDirectory, attempt: Attempt
+) -> None:
+    """Then it is killed with the step."""
+    slurm = Slurm([record("n[1-4]")], down=True)
+    assert "requeued" in stand_in(run, slurm)
+
+
 def test_it_leaves_it_to_the_supervisor_that_is_only_out_of_reach(
     run: RunDirectory, attempt: Attempt
 ) -> None:
     """Whose ranks were started again meanwhile."""
-    slurm = Slurm([record("n[1-4]")])
+    slurm = Slurm([record("n[1-4]")], down=True)
 
     def told(_: float) -> None:
         seen = Incident(id="1.1", cause=Cause.NODE_FAIL, confidence=Confidence.GUESS)

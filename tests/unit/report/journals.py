@@ -76,9 +76,14 @@ class Scribe:
         )
         self.relaunch()
 
-    def relaunch(self, world_size: int = 8, nodes: tuple[str, ...] = ("n01", "n02")) -> None:
+    def relaunch(
+        self,
+        world_size: int = 8,
+        nodes: tuple[str, ...] = ("n01", "n02"),
+        start: str = "cold",
+    ) -> None:
         self.launch += 1
-        self.write("supervisor", ev.LaunchStarted(world_size=world_size, nodes=nodes))
+        self.write("supervisor", ev.LaunchStarted(world_size=world_size, nodes=nodes, start=start))
 
     def resume(self, step: int, *, world_size: int = 8, exact: bool = True) -> None:
         checkpoint = f"step-{step:08d}.a1.l1-00000000" if step else None

@@ -127,6 +127,21 @@ def test_where_the_ranks_went_is_told(scribe: Scribe, nodes: tuple[str, ...], wo
     assert words in told(scribe.facts())
 
 
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [("cold", ""), ("warm", ", warm"), ("in_process", ", in the same processes")],
+)
+def test_from_what_ranks_were_started_again(scribe: Scribe, start: str, words: str) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    scribe.incident(Cause.CRASH, Action.RELAUNCH, text="exit status 139", step=50)
+    scribe.relaunch(start=start)
+    scribe.resume(0)
+    scribe.train(1, 10)
+    assert f"relaunched in the allocation{words} ·" in told(scribe.facts())
+
+
 def test_what_is_repeated_is_from_the_last_step_to_the_one_resumed_from(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
