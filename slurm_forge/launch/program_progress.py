@@ -57,7 +57,7 @@ def advanced(
     if program.step_pattern:
         if now.printed is None or now.printed <= furthest:
             return None
-        return Advanced(what="its output", step=now.printed)
+        return Advanced(what=f"step {now.printed} of its output", step=now.printed)
     if told or now.ran < program.progress_after:
         return None
     minutes = now.ran.total_seconds() / 60
