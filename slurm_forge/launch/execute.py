@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
 
-from slurm_forge.control import Hub
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Note
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
 from slurm_forge.launch.coming_back import ComingBack
-from slurm_forge.launch.convention import forwarding
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder, Taken
 from slurm_forge.launch.local_signals import AskedToStop
-from slurm_forge.launch.newest import find_matches, incomplete, newest
 from slurm_forge.launch.outputs import own_output
 from slurm_forge.launch.presence import present
-from slurm_forge.launch.program_conductor import ProgramConductor
-from slurm_forge.launch.program_process import ProgramProcess
-from slurm_forge.launch.program_progress import ProgressWatch
 from slurm_forge.launch.program_signals import ProgramSignals
+from slurm_forge.launch.program_starts import Started, Starts
 from slurm_forge.launch.sentinel_step import (
     SentinelStep,
     sentinel_command,
@@ -42,14 +34,12 @@ from slurm_forge.launch.sentinel_step import (
 )
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
-from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.slurm_says import is_ending
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
-from slurm_forge.spec.templates import Field, fields_of, fill
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
@@ -59,9 +49,6 @@ __all__ = ["ENDED_BY_SIGNAL", "execute", "main"]
 ENDED_BY_SIGNAL = 128
 _URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 _LONGEST_PAUSE_S = 120.0
-_CLEARED_S = 5.0
-#: What shells say of a program that is not there.
-_NOT_STARTED = 127
 #: How long the first start waits for the sentinel to listen: notice is rarely given at once.
 _LISTENS_S = 3.0
 #: Slurm ends a job that goes back into the queue; what stands behind us in the script is not meant
@@ -209,146 +196,6 @@ def _keep_script(run: RunDirectory, slurm: Slurm, job: str, via: str) -> None:
 VIA_EXEC = "exec"
 
 
-@dataclass(slots=True)
-class _Started:
-    """One start of the program, and what it is told by."""
-
-    facts: LaunchFacts
-    #: None where it could not be started at all.
-    process: ProgramProcess | None = None
-
-    def clear(self) -> None:
-        """Nothing of it is left."""
-        if self.process is not None:
-            self.process.clear(_CLEARED_S)
-
-
-class _Starts:
-    """Start after start of the program inside one attempt."""
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        variables: Mapping[str, str],
-        signals: ProgramSignals,
-        watch: JobWatch,
-        *,
-        slurm: Slurm | None = None,
-        environment: SlurmEnvironment | None = None,
-        sentinel: SentinelStep | None = None,
-    ) -> None:
-        self.attempt = attempt
-        self._variables = variables
-        self._signals = signals
-        self._watch = watch
-        self._slurm = slurm
-        self._environment = environment
-        self._sentinel = sentinel
-        self.launched_at = datetime.now(timezone.utc)
-
-    def start(self, kill_wait: timedelta | None = None) -> _Started:
-        """Start it, and conduct it to its end."""
-        attempt, environment = self.attempt, self._environment
-        program, file = attempt.file.job.program, attempt.file
-        folder = file.folder
-        hub = Hub(world_size=0, nonce=secrets.token_hex(16))
-        hub.start()
-        try:
-            nodes = () if environment is None else environment.nodes
-            attempt.next_launch(hub, nodes)
-            state = attempt.state()
-            before = sum(len(each.launches) for each in state.attempts) - 1
-            command, latest = self._command(max(before, 0))
-            knobs = Knobs(
-                channel=hub.addresses,
-                nonce=hub.nonce,
-                attempt=attempt.claim.attempt,
-                launch=attempt.launch,
-                started=time.time(),
-                run=str(attempt.run.path),
-                latest=latest,
-                restarts=max(before, 0),
-            )
-            variables = {**self._variables, **file.env, **file.job.env, **knobs.to_environ()}
-            self.launched_at = datetime.now(timezone.utc)
-            process = ProgramProcess(
-                command,
-                variables,
-                program,
-                mark=f"SLURM_FORGE_NONCE={hub.nonce}",
-                slurm=self._slurm,
-                job="" if environment is None else environment.job_ref,
-                folder=str(folder) if folder.is_dir() else None,
-            )
-            end = None
-            if environment is not None:
-                end = environment.end_time or planned_end(file.job, state)
-            times = timing(
-                file.job,
-                self._watch.latest,
-                state=state,
-                now=time.time(),
-                end=end,
-                kill_wait=kill_wait,
-            )
-            conductor = ProgramConductor(
-                hub,
-                journal=attempt.journal,
-                watch=self._watch,
-                timing=times,
-                program=program,
-                how=forwarding(program, command),
-                process=process,
-                progress=ProgressWatch(program, folder, state, lambda: process.printed_step),
-                folder=folder,
-                stop_file=attempt.run.stop_file,
-                save_file=attempt.run.save_file,
-                sentinel=self._sentinel,
-                restart_count=None if environment is None else environment.restart_count,
-            )
-            with self._signals.go_to(conductor):
-                facts = conductor.watch()
-            return _Started(facts, process)
-        except ConfigError as error:
-            text = error.message.replace("\n", " ")
-            now = datetime.now(timezone.utc)
-            facts = LaunchFacts(
-                now=now, exit_status=_NOT_STARTED, launcher="exec", launcher_text=text
-            )
-            return _Started(facts)
-        finally:
-            # Else a rank of ours would take the end of the channel for that of its conductor.
-            hub.abort("the launch is over")
-            hub.close()
-
-    def _command(self, before: int) -> tuple[tuple[str, ...], str | None]:
-        """The words of this start, and the checkpoint that it may resume from."""
-        attempt, job = self.attempt, self.attempt.file.job
-        program, found = job.program, None
-        if program.checkpoint_glob is not None:
-            with contextlib.suppress(OSError):
-                matches = find_matches(program.checkpoint_glob, attempt.file.folder)
-                found = newest(matches, but=incomplete(program.convention))
-        latest = None if found is None else str(found.path)
-        command = job.command or ()
-        template = program.resume_arg
-        if template is None or before == 0:
-            return command, latest
-        if latest is None and Field.LATEST in fields_of(template):
-            return command, None
-        values = {
-            Field.LATEST: latest or "",
-            Field.ATTEMPT: str(attempt.claim.attempt),
-            Field.LAUNCH: str(attempt.launch),
-            Field.RESTARTS: str(before),
-            Field.RUN_DIR: str(attempt.run.path),
-        }
-        added = fill(template, values)
-        with contextlib.suppress(OSError):
-            attempt.journal.write(Note(text=f"started again with {' '.join(added)}"[:400]))
-        return (*command, *added), latest
-
-
 class _Job:
     """One attempt in a job of Slurm's."""
 
@@ -372,7 +219,7 @@ class _Job:
         self._sentinel = sentinel
         self._status = 0
         self._output = own_output()
-        self._starts = _Starts(
+        self._starts = Starts(
             attempt,
             variables,
             signals,
@@ -441,7 +288,7 @@ class _Job:
             self._back.hold(error.message)
             raise
 
-    def _go(self, decision: Decision, started: _Started | None) -> int:
+    def _go(self, decision: Decision, started: Started | None) -> int:
         outcome, given_back = decision.action.value, False
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
@@ -515,7 +362,7 @@ def _attempt_here(
         attempt.end(attempt.verdict.action.value)
         _say(f"{attempt.run.name}: {attempt.verdict.reason}")
         return 1
-    starts = _Starts(attempt, variables, signals, JobWatch(None, ""))
+    starts = Starts(attempt, variables, signals, JobWatch(None, ""))
     while True:
         started = starts.start()
         facts = gathered(

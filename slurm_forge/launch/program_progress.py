@@ -76,7 +76,10 @@ def furthest_of(state: RunState) -> int:
 
 
 class ProgressWatch:
-    """Looks every few seconds, on a thread: a file system may take its time to answer."""
+    """Looks every few seconds, on a thread: a file system may take its time to answer.
+
+    ``before`` is what was there before the program was started: it may be quick.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class ProgressWatch:
         folder: Path,
         state: RunState,
         printed: Callable[[], int | None],
+        before: Match | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._program = program
@@ -96,7 +100,7 @@ class ProgressWatch:
         self._lock = threading.Lock()
         self._news: list[Advanced] = []
         self._over = threading.Event()
-        self._before = Looked(newest=self._newest())
+        self._before = Looked(newest=before)
         self._thread = threading.Thread(target=self._watch, name="forge-progress", daemon=True)
         self._thread.start()
 
