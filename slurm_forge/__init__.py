@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slurm_forge.errors import ForgeError
     from slurm_forge.launch.api import submit
+    from slurm_forge.launch.attaching import attach
     from slurm_forge.launch.submitit_job import ForgeJob
     from slurm_forge.spec import JobSpec
     from slurm_forge.training.batches import Batch
@@ -34,6 +35,7 @@ __all__ = [
     "Loss",
     "Run",
     "Steps",
+    "attach",
     "shield_worker",
     "submit",
 ]
@@ -49,6 +51,7 @@ _WHERE = {
     "Loss": "slurm_forge.training.loss",
     "Run": "slurm_forge.training.run",
     "Steps": "slurm_forge.training.until",
+    "attach": "slurm_forge.launch.attaching",
     "shield_worker": "slurm_forge.training.shield",
     "submit": "slurm_forge.launch.api",
 }

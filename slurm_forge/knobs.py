@@ -21,6 +21,9 @@ _STARTED = "SLURM_FORGE_STARTED"
 _AGENTS = "SLURM_FORGE_AGENTS"
 _AGENTS_NONCE = "SLURM_FORGE_AGENTS_NONCE"
 _LIFELINE = "SLURM_FORGE_LIFELINE"
+_RUN = "SLURM_FORGE_RUN"
+_LATEST = "SLURM_FORGE_LATEST"
+_RESTARTS = "SLURM_FORGE_RESTARTS"
 _SITE = "SLURM_FORGE_SITE"
 _RUNS = "SLURM_FORGE_RUNS"
 _NODES = "SLURM_FORGE_NODES"
@@ -34,8 +37,10 @@ class Knobs:
 
     ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
     epoch).  ``agents`` and ``agents_nonce`` are the same for the standing agents of a step.
-    ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``nodes`` is
-    the folder of the node ledger, or ``off``.
+    ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is the
+    directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
+    program may resume from, ``restarts`` how often that was started before.  ``nodes`` is the
+    folder of the node ledger, or ``off``.
     """
 
     channel: str | None = None
@@ -46,6 +51,9 @@ class Knobs:
     agents: str | None = None
     agents_nonce: str = ""
     lifeline: bool = False
+    run: str | None = None
+    latest: str | None = None
+    restarts: int | None = None
     site: str | None = None
     runs: str | None = None
     nodes: str | None = None
@@ -63,6 +71,9 @@ class Knobs:
             agents=environ.get(_AGENTS) or None,
             agents_nonce=environ.get(_AGENTS_NONCE, ""),
             lifeline=_number(environ, _LIFELINE, 0) == 1,
+            run=environ.get(_RUN) or None,
+            latest=environ.get(_LATEST) or None,
+            restarts=_number(environ, _RESTARTS, 0) if environ.get(_RESTARTS) else None,
             site=environ.get(_SITE) or None,
             runs=environ.get(_RUNS) or None,
             nodes=environ.get(_NODES) or None,
@@ -80,6 +91,9 @@ class Knobs:
             _AGENTS: self.agents,
             _AGENTS_NONCE: self.agents_nonce,
             _LIFELINE: "1" if self.lifeline else None,
+            _RUN: self.run,
+            _LATEST: self.latest,
+            _RESTARTS: None if self.restarts is None else str(self.restarts),
             _SITE: self.site,
             _RUNS: self.runs,
             _NODES: self.nodes,
@@ -96,6 +110,8 @@ class LocalRanks:
     local_rank: int
     world_size: int
     job: str
+    #: What tells one start of torchrun's from any other; empty where it is not torchrun's.
+    torchrun: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LocalRanks:
@@ -113,8 +129,18 @@ class LocalRanks:
                 local_rank=_number(environ, "LOCAL_RANK", 0),
                 world_size=_number(environ, "WORLD_SIZE", 1),
                 job="torchrun-" + environ.get("TORCHELASTIC_RUN_ID", "none"),
+                torchrun=_start_of_torchrun(environ),
             )
         return cls(rank=0, local_rank=0, world_size=1, job="process")
+
+
+def _start_of_torchrun(environ: Mapping[str, str]) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    if names[0] not in environ:
+        return ""
+    # It becomes part of a file's name.
+    text = "-".join(environ.get(name, "") for name in names)
+    return "".join(each if each.isalnum() or each in "-_" else "_" for each in text)[:80]
 
 
 #: torch's own: where its flight recorder writes, and the pipe that makes it do so.

@@ -15,10 +15,14 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["SAVE_SIGNALS", "SignalWatcher"]
+__all__ = ["SAVE_SIGNALS", "STACK_SIGNAL", "UNWIND_SIGNAL", "SignalWatcher"]
 
 #: Real preemption sends SIGTERM; the user signal comes only where the administrator asked for it.
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+#: Of the real-time signals, far from the ends that libraries take first.  Ours alone: one has the
+#: stacks of all threads written down, the other raises the end of the launch in the main thread.
+STACK_SIGNAL = signal.SIGRTMIN + 11
+UNWIND_SIGNAL = signal.SIGRTMIN + 12
 
 
 def _recorded(signum: int, frame: FrameType | None) -> None:

@@ -16,6 +16,7 @@ import typer
 from slurm_forge.cli import (
     asking,
     checkpoints,
+    executing,
     exporting,
     looking,
     nodes,
@@ -30,7 +31,8 @@ __all__ = ["app", "main"]
 
 _EPILOG = (
     "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish, a "
-    "checkpoint is damaged or watch has news, 2 it could not be done, 130 interrupted."
+    "checkpoint is damaged or watch has news, 2 it could not be done, 130 interrupted; of exec: "
+    "see exec --help."
 )
 
 app = typer.Typer(
@@ -49,6 +51,8 @@ app = typer.Typer(
 app.command()(submitting.submit)
 app.command()(submitting.render)
 app.command()(running.run)
+# What follows the program's name is the program's, whatever it looks like.
+app.command("exec", context_settings={"allow_interspersed_args": False})(executing.execute)
 app.command()(looking.status)
 app.command()(looking.explain)
 app.command()(watch.watch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.errors import RunDirectoryError
 from slurm_forge.launch.entry_check import check_entry
 from slurm_forge.launch.script import options
 from slurm_forge.launch.setup_lines import refuse_traps
@@ -31,11 +31,7 @@ def check(path: Path) -> Checked:
     """Read a job file and look at everything that can be seen without starting it."""
     job = load_job(path)
     if job.entry is None:
-        raise ConfigError(
-            "command: slurm_forge starts an entry (module:function), not a command",
-            path=path,
-            next_step="Write entry: package.module:train, or path/file.py:train.",
-        )
+        return Checked(job=job, path=path, doubts=())
     doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
     return Checked(job=job, path=path, doubts=doubts)
 

@@ -23,6 +23,8 @@ from slurm_forge.vocabulary.position import Position
 __all__ = ["Agreed", "Gone", "Hub", "HubEvent", "Joined", "MemberView", "Said", "WitnessView"]
 
 _HELLO_WITHIN_S = 10.0
+#: How many may knock at once where it is not known yet how many there are.
+_UNKNOWN_WORLD = 4096
 _TICK_S = 0.1
 #: A rank that does not read must not block the others; a full buffer means that it is frozen.
 _SEND_WITHIN_S = 2.0
@@ -101,7 +103,10 @@ class _Peer:
 
 
 class Hub:
-    """Listens for the ranks of one launch.  Use ``start``, read ``events``, ``close``."""
+    """Listens for the ranks of one launch.  Use ``start``, read ``events``, ``close``.
+
+    A ``world_size`` of 0 is not known yet: the first rank that joins says it.
+    """
 
     def __init__(
         self,
@@ -258,7 +263,7 @@ class Hub:
             strangers = sum(
                 peer.rank is None and peer.witness is None for peer in self._peers.values()
             )
-            if strangers > self.world_size + 16:
+            if strangers > (self.world_size or _UNKNOWN_WORLD) + 16:
                 connection.close()
                 return
             peer = _Peer(connection, self._clock())
@@ -350,6 +355,13 @@ class Hub:
         if isinstance(message, p.Attend):
             self._greet_witness(peer, message, now)
             return
+        if (
+            self.world_size == 0
+            and isinstance(message, p.Hello)
+            and p.same_nonce(message.nonce, self.nonce)
+            and message.world > message.rank >= 0
+        ):
+            self.world_size = message.world
         known = (
             isinstance(message, p.Hello)
             and p.same_nonce(message.nonce, self.nonce)

@@ -23,6 +23,7 @@ from slurm_forge.vocabulary.trust import Trust
 
 __all__ = [
     "VIA_THIS_MACHINE",
+    "Advanced",
     "AttemptEnded",
     "AttemptStarted",
     "CheckpointCommitted",
@@ -126,6 +127,18 @@ class Progress:
     step: int
     consumed: int = 0
     kind: Literal["progress"] = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advanced:
+    """A program that keeps its own checkpoints is further than it has ever been, and by what.
+
+    ``step`` where its output, or the name of its checkpoint, tells one.
+    """
+
+    what: str
+    step: int | None = None
+    kind: Literal["advanced"] = "advanced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +403,7 @@ Event = Annotated[
     | LaunchStarted
     | Resumed
     | Progress
+    | Advanced
     | Logged
     | EpochEnded
     | CheckpointCommitted

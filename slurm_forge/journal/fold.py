@@ -215,6 +215,9 @@ def advance(state: RunState, record: Record) -> RunState:
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
             return _branched(_in_launch(state, record), record)
+        case ev.Advanced():
+            # Whoever writes it has compared: every budget that was charged before is free again.
+            return replace(_in_launch(state, record), spent=())
         case _:
             return state
 
@@ -264,6 +267,9 @@ def _in_launch(state: RunState, record: Record) -> RunState:
                 launch = replace(launch, resumed=event, resumed_at=time, step=event.step)
             case ev.Progress():
                 launch = replace(launch, step=max(event.step, launch.step or 0))
+            case ev.Advanced():
+                step = launch.step if event.step is None else max(event.step, launch.step or 0)
+                launch = replace(launch, advanced=True, step=step)
             case ev.LaunchEnded():
                 step = launch.step if event.step is None else event.step
                 launch = replace(launch, ended=time, outcome=event.outcome, step=step)

@@ -41,6 +41,8 @@ class LaunchState:
     step: int | None = None
     ended: float | None = None
     outcome: str = ""
+    #: A program that keeps its own checkpoints got further than ever before.
+    advanced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,11 @@ class RunState:
     def times(self, cause: Cause, rung: int | None) -> int:
         """How much of a rung's budget is used (None: how often a hook decided beside them)."""
         return sum(use.times for use in self.spent if (use.cause, use.rung) == (cause, rung))
+
+    def successor_of(self, job: str) -> str | None:
+        """The successor that an earlier start of this very job has submitted."""
+        done = [each for attempt in self.attempts for _, each in attempt.requeues]
+        return next((each.successor for each in reversed(done) if each.job == job), None)
 
     def incident(self, incident_id: str) -> Incident | None:
         """An incident by its id: the newest of that name."""

@@ -20,6 +20,7 @@ from slurm_forge.launch.planned import and_without, planned, without_nodes
 from slurm_forge.launch.submission import (
     job_script,
     note,
+    own_script,
     payload,
     renew_run,
     run_state,
@@ -113,7 +114,10 @@ def bring_back(
         args = (*args, *arguments_of(asked, file.job))
         left_out = () if update is None else tuple(update.exclude_nodes or ())
         left_out = (*left_out, *exclude)
-        if payload(run).is_file() and job_script(run).is_file():
+        own = own_script(run).is_file()
+        if (own or payload(run).is_file()) and job_script(run).is_file():
+            if own:  # its relative paths are meant from where it was submitted
+                args = (f"--chdir={file.submitted_from}", *args)
             if asked.exclude is not None:
                 left_out = (*left_out, *(names_in(file.job.resources.exclude) or ()))
             job = submit_again(run, slurm, exclude=left_out, args=args)

@@ -220,12 +220,13 @@ def begin(
     nodes: tuple[str, ...],
     via: str,
     slurm: Slurm | None = None,
+    command: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> Attempt | Refusal:
     """Claim the run for a new attempt, unless there is nothing to do or nobody wants it.
 
     Where the attempt before it ended without a word, ``slurm`` is asked how; ``FencedError`` where
-    somebody else has claimed the run by then.
+    somebody else has claimed the run by then.  ``command``: the caller starts the run's command.
     """
     if run.is_done():
         return Refusal.DONE
@@ -238,10 +239,16 @@ def begin(
     released = _released(state, job, restart_count)
     if state.status in _AT_REST and not released:
         return Refusal.AT_REST
-    if file.job.entry is None:
+    if file.job.entry is None and not command:
         raise ForgeError(
-            "this run has a command, not an entry",
-            next_step="Write entry: module:function in the job file.",
+            f"{run.name} has a command, not an entry",
+            next_step="Start it as it was begun: slurm-forge exec, or its own script.",
+        )
+    if file.job.command is None and command:
+        raise ForgeError(
+            f"{run.name} has an entry, not a command",
+            next_step="Start it with slurm-forge submit or slurm-forge run; or name another run: "
+            "slurm-forge exec --name OTHER -- …",
         )
     claim = claim_attempt(
         run,

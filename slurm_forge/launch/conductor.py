@@ -57,6 +57,7 @@ class Conductor:
         stop_file: Path,
         save_file: Path,
         launched: Launched | None,
+        stays: bool = False,
         only_warns: Callable[[LaunchFacts], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
@@ -72,10 +73,11 @@ class Conductor:
         self._clock = clock
         self._now = now
         self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seen = Seen()
         self._next_files = 0.0
-        self._ending = Ending(hub, self._seen, launched, clock())
+        self._ending = Ending(hub, self._seen, launched, clock(), stays=stays)
         self._pace = SavePace(timing, clock())
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
         self._next_stop_query = 0.0
@@ -94,6 +96,10 @@ class Conductor:
     def signal(self, name: str) -> None:
         """The batch step itself got a signal."""
         self._signals.put(name)
+
+    def hear(self, name: str, source: str) -> None:
+        """Tasks of the job got a signal, as somebody beside the ranks says."""
+        self._heard.put((name, source))
 
     def stop(self, why: str) -> None:
         """Whoever started the run wants it to save and stop, or is gone."""
@@ -246,6 +252,12 @@ class Conductor:
                 self._note(NoticeSeen(what=name, source="batch step"))
             self._seen.batch_signals.append(name)
             self._ask_stop(name)
+        with contextlib.suppress(queue.Empty):
+            name, source = self._heard.get_nowait()
+            if self._seen.ending_since is None:
+                self._seen.rank_signals.append(name)
+                self._note(NoticeSeen(what=name, source=source))
+                self._ask_stop(name)
         with contextlib.suppress(queue.Empty):
             self._seen.stopped_by = self._stops.get_nowait()
             self._note(NoticeSeen(what=self._seen.stopped_by, source="starter"))

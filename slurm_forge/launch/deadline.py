@@ -43,6 +43,8 @@ class Deadline:
         self._now = now
         self._told_left: float | None = None
         self._next_refresh = started + _REFRESH_EVERY_S
+        #: When a stop that is under way is waited for no longer, on the conductor's clock.
+        self.ends_at: float | None = None
 
     def time_is_up(self, now: float) -> bool:
         """Whether the job's end, as Slurm tells it, is so near that a stop has to be asked for."""
@@ -75,6 +77,7 @@ class Deadline:
             # It has been told to end already: no grace, or the grace is over.
             given = min(given, self._timing.kill_wait)
         ends_at = seen.stop_asked + (given - self._timing.margin(given)).total_seconds()
+        self.ends_at = ends_at
         if self._told_left is None or abs(ends_at - self._told_left) > _TELL_AGAIN_S:
             # What can't be saved by then is better not begun.
             self._told_left = ends_at

@@ -108,6 +108,7 @@ class Embedded:
         requeue_exit_code: int | None,
         leave: Callable[[int], None] | None = None,
         lifeline: Lifeline | None = None,
+        ear: Callable[[Callable[[str, str], None]], None] | None = None,
     ) -> None:
         self._attempt = attempt
         self._slurm = slurm
@@ -115,6 +116,8 @@ class Embedded:
         self._requeue_exit_code = requeue_exit_code
         self._exit = leave or os._exit
         self._lifeline = lifeline
+        #: Given the conductor's ``hear``: for signals that reach none of the ranks.
+        self._ear = ear
         self.hub = Hub(world_size=world_size, nonce=secrets.token_hex(16))
         self._watch = JobWatch(slurm, job)
         self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
@@ -156,6 +159,8 @@ class Embedded:
         )
         if self._lifeline is not None:
             self._lifeline.await_cut(conductor.stop)
+        if self._ear is not None:
+            self._ear(conductor.hear)
         try:
             facts = conductor.watch()
             self._conclude(facts)

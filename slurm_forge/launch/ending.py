@@ -23,14 +23,24 @@ _JOIN_S = 900.0
 class Ending:
     """Ends one launch, and says when it is over.  Times are of the conductor's clock, in seconds.
 
-    ``launched`` is None where nobody but the ranks themselves ends them.
+    ``launched`` is None where nobody but the ranks themselves ends them.  ``stays``: it is a
+    program that has more to do than train, and is not ended because its ranks are through.
     """
 
-    def __init__(self, hub: Hub, seen: Seen, launched: Launched | None, started: float) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        seen: Seen,
+        launched: Launched | None,
+        started: float,
+        *,
+        stays: bool = False,
+    ) -> None:
         self._hub = hub
         self._seen = seen
         self._launched = launched
         self._started = started
+        self._stays = stays
         self._all_said: float | None = None
 
     def begin(self, now: float) -> None:
@@ -44,7 +54,8 @@ class Ending:
         self._look_for_absent(now)
         if self._everybody_said_goodbye():
             self._all_said = now if self._all_said is None else self._all_said
-            if now - self._all_said >= _GOODBYE_S and self._launched is not None:
+            over = now - self._all_said >= _GOODBYE_S and not self._stays
+            if over and self._launched is not None:
                 self._launched.kill()
         if seen.ending_since is None:
             return

@@ -156,7 +156,8 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     """The script that ``submit`` hands to sbatch; ``ConfigError`` for a setup that undoes it."""
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(file.job.setup, "setup")
-    command = [file.python, "-m", "slurm_forge.launch.supervise", str(run.path), "--via", "sbatch"]
+    started = "supervise" if file.job.command is None else "execute"
+    command = [file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", "sbatch"]
     return (
         _templates()
         .get_template(_TEMPLATE)

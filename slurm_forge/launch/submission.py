@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import tempfile
@@ -10,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.documents import differences
-from slurm_forge.errors import (
-    ConfigError,
-)
+from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
-from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.script import leave_out, render
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
@@ -30,9 +29,12 @@ __all__ = [
     "create_run",
     "entry_of",
     "job_script",
+    "keep_own_script",
     "keep_payload",
     "keep_successor",
     "note",
+    "note_asked",
+    "own_script",
     "payload",
     "refuse_other_job",
     "renew_run",
@@ -152,7 +154,8 @@ def submit_script(
     which win over the script's.
     """
     text = render(file, site, run)
-    payload(run).unlink(missing_ok=True)  # from now on this script is the run's
+    for other in (payload(run), own_script(run)):
+        other.unlink(missing_ok=True)  # from now on this script is the run's
     write_atomic(job_script(run), text.encode(), mode=0o700)
     return _hand_over(run, slurm, verb, "sbatch", (*leave_out(text, exclude), *args))
 
@@ -165,7 +168,8 @@ def submit_again(
     ``exclude`` and ``args`` as for ``submit_script``.
     """
     given = (*leave_out(job_script(run).read_text(), exclude), *args)
-    return _hand_over(run, slurm, "requeue", "submitit forge", given)
+    via = "exec" if own_script(run).is_file() else "submitit forge"
+    return _hand_over(run, slurm, "requeue", via, given)
 
 
 def keep_successor(run: RunDirectory, script: str) -> None:
@@ -191,6 +195,17 @@ def payload(run: RunDirectory) -> Path:
     return run.submissions / "submitted.pkl"
 
 
+def own_script(run: RunDirectory) -> Path:
+    """There where the script that is kept is somebody's own, which calls ``slurm-forge exec``."""
+    return run.submissions / "own-script"
+
+
+def keep_own_script(run: RunDirectory, text: str) -> None:
+    """Keep the script of a job that called ``slurm-forge exec``, to submit it again."""
+    keep_successor(run, text)
+    own_script(run).touch(mode=0o600)
+
+
 def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple[str, ...]) -> str:
     # Asked for before Slurm is: a job that starts at once must not find the run at rest.
     note(run, UserAsked(verb=verb, user=person()))
@@ -205,6 +220,31 @@ def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
     journal.launch = 1 << 30  # after everything of the newest attempt
     journal.write(event)
     journal.close()
+
+
+def note_asked(run: RunDirectory, job: str, restart_count: int, slurm: Slurm | None) -> None:
+    """Where a person has just handed in a job for a run that rests: that they want it to go on.
+
+    Not where the job was in the queue before the run came to rest: it is one of a chain, perhaps.
+    Without Slurm somebody has typed the command.
+    """
+    if slurm is None:
+        note(run, UserAsked(verb="run", user=person()))
+        note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
+        return
+    state = run_state(run)
+    known = {state.job, *(attempt.job for attempt in state.attempts)}
+    if restart_count or job in known:
+        return
+    if state.attempts:
+        with contextlib.suppress(ForgeError):
+            record = slurm.show_job(job)
+            last = max(each.ended or each.started for each in state.attempts)
+            decided = [time for time, _ in state.attempts[-1].decisions]
+            submitted = None if record is None else record.submit_time
+            if submitted is not None and submitted.timestamp() > max([last, *decided]):
+                note(run, UserAsked(verb="submit", user=person()))
+    note(run, Submitted(job=job, via="exec"))
 
 
 def run_state(run: RunDirectory) -> RunState:

@@ -132,6 +132,9 @@ def _judge(facts: LaunchFacts) -> Judged:
         return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
     if first is not None:
         return _by_last_words(facts, first)
+    if facts.asked_again:
+        words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
+        return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
     if facts.probe_failed:
         late = ", ".join(
             f"rank {rank} ({host})"

@@ -113,7 +113,11 @@ class LaunchFacts:
     exit_status: int | None = None
     #: In the order in which agents said it, where ranks have agents.
     ends: tuple[WorkerEnd, ...] = ()
-    #: The last of what srun printed, and of what Slurm printed into the batch step's output.
+    #: The program asked, by its exit status, to be started again.
+    asked_again: bool = False
+    #: Who started the launch, as evidence names it.
+    launcher: str = "srun"
+    #: The last of what the launcher printed, and of what Slurm printed into the batch step's.
     launcher_text: str = ""
     batch_text: str = ""
     #: What the kernel's counters say about processes killed for memory during the launch.

@@ -71,9 +71,12 @@ def _repeat(state: RunState, incident: Incident, since: float) -> Loop | None:
         return None
     nodes = frozenset(name for attempt in state.attempts for name in attempt.nodes)
     row = [incident]
+    known_step = incident.step is not None
     for earlier in _failures(state, since, incident):
         if not alike(incident, earlier, nodes):
             break
+        if not known_step and _advanced_since(state, earlier, incident):
+            break  # a program whose steps nobody knows was not at the same place
         row.append(earlier)
     hosts = [set(each.hosts) for each in row]
     elsewhere = not hosts[0] or any(not each or not each & hosts[0] for each in hosts[1:])
@@ -82,6 +85,22 @@ def _repeat(state: RunState, incident: Incident, since: float) -> Loop | None:
         return None
     times = "twice" if len(row) == 2 else f"{len(row)} times"
     return Loop(f"the same error at the same step {times} in a row")
+
+
+def _advanced_since(state: RunState, earlier: Incident, incident: Incident) -> bool:
+    """Whether a launch after that of ``earlier``, up to this one, got further than ever before."""
+    since, until = _place(earlier), _place(incident)
+    return any(
+        since < (attempt.number, launch.number) <= until and launch.advanced
+        for attempt in state.attempts
+        for launch in attempt.launches
+    )
+
+
+def _place(incident: Incident) -> tuple[int, int]:
+    attempt, _, rest = incident.id.partition(".")
+    launch = rest.partition(".")[0]
+    return (int(attempt) if attempt.isdecimal() else 0, int(launch) if launch.isdecimal() else 0)
 
 
 def _failures(state: RunState, since: float, incident: Incident) -> Iterator[Incident]:
@@ -129,6 +148,8 @@ _PROGRAM_WORDS = frozenset(cause.value for cause in _PROGRAM)
 
 
 def _trained(launch: LaunchState) -> bool:
+    if launch.advanced:
+        return True
     begin = 0 if launch.resumed is None else launch.resumed.step
     return (launch.step or 0) > begin
 

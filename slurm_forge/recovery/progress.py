@@ -66,7 +66,7 @@ def outcomes(state: RunState) -> Iterator[Outcome]:
         begins = next((each.resumed.step for each in attempt.launches if each.resumed), None)
         if attempt.started >= since and not asked and begins is not None:
             asked, mark = True, min(mark, begins)
-        before, progress = mark, False
+        before, progress = mark, any(each.advanced for each in attempt.launches)
         for what in _in_order(attempt):
             if isinstance(what, Decision):
                 mark = min(mark, _target_step(what))

@@ -299,7 +299,7 @@ def of_node(record: NodeRecord) -> str:
 def launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
     """The end of what srun printed, on one line."""
     text = " ".join(facts.launcher_text.split())[-400:]
-    return (Evidence("srun", text),) if text else ()
+    return (Evidence(facts.launcher, text),) if text else ()
 
 
 def killed_for_memory(facts: LaunchFacts) -> tuple[Evidence, ...]:

@@ -106,6 +106,10 @@ class AttemptTeller:
     def _launch(self, one: s.AttemptStory, launch: s.LaunchStory, *, over: bool) -> Iterator[str]:
         ranks = t.plural(launch.world_size, "rank") if launch.world_size else "ranks unknown"
         begun = restart(launch.resumes[0]) if launch.resumes else "no training yet"
+        if launch.program is not None:
+            ranks = "a program of its own"
+            far = t.clean(launch.program, 120)
+            begun = f"as far as {far}" if far else "no progress seen"
         yield f"  launch {launch.number}{_GAP}{ranks}{_GAP}{begun}"
         moments = [
             *self._resumes(launch),

@@ -61,7 +61,7 @@ def explain(facts: RunFacts) -> RunStory:
         kept_s=kept,
         repeated_s=repeated,
         repeated_steps=sum(line.repeated_steps.values()),
-        goodput=_ratio(kept, elapsed),
+        goodput=None if history.of_program else _ratio(kept, elapsed),
         startup_s=_startup(history, now.status, elapsed or 0.0),
         ending_s=_ending(line, now.status, last_seen),
         attempts=tuple(replace(a, logs=output_of(a.job, facts.logs)) for a in history.attempts),
@@ -156,7 +156,7 @@ def _ending(line: Lineage, status: RunStatus, last_seen: float | None) -> float:
 
 def _step(state: RunState, history: History) -> int | None:
     """Where training stands: before any training, None."""
-    return history.lineage.step if history.lineage.step is not None else state.committed_step
+    return history.step if history.step is not None else state.committed_step
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

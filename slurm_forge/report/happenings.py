@@ -102,6 +102,11 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             return strike(struck, record.time, zone)
         case ev.AttemptEnded():
             return f"attempt {record.attempt} ended: {t.clean(event.outcome, 60)}"
+        case ev.Advanced():
+            where = "" if event.step is None else f" (step {t.number(event.step)})"
+            return f"further than ever: {t.clean(event.what, 160)}{where}"
+        case ev.Finished() if not event.step:
+            return "finished"
         case ev.Finished():
             return f"finished at step {t.number(event.step)}"
         case ev.Submitted():

@@ -38,6 +38,18 @@ class History:
         last = self.attempts[-1] if self.attempts else None
         return _free_since(last, self.acts, math.inf)
 
+    @property
+    def of_program(self) -> bool:
+        """Whether all launches were of a program that keeps its own checkpoints and steps."""
+        launches = [launch for attempt in self.attempts for launch in attempt.launches]
+        return bool(launches) and all(launch.program is not None for launch in launches)
+
+    @property
+    def step(self) -> int | None:
+        """Where training stands; None before any, and where a program never told."""
+        step = self.lineage.step
+        return None if self.of_program and not step else step
+
 
 def tell(ordered: Sequence[Record]) -> History:
     """Tell the records of a run, in their order and without fenced ones."""

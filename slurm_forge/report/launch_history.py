@@ -95,6 +95,7 @@ class LaunchTelling:
     probes: int = 0
     slowest: float | None = None
     late: list[s.LateProbe] = field(default_factory=list)
+    advanced: str = ""
 
     def hear(self, record: Record) -> None:
         """One more record of the launch."""
@@ -108,8 +109,13 @@ class LaunchTelling:
                 self._reach(event.step)
             case ev.Resumed():
                 self._resumed(event, time)
+            case ev.Finished() if self._is_program() and not event.step:
+                pass  # it never told how many steps there are
             case ev.Progress() | ev.Logged() | ev.Finished():
                 self._reach(event.step)
+            case ev.Advanced():
+                self._reach(event.step)
+                self.advanced = event.what
             case ev.NoticeSeen():
                 self.notices.append(s.NoticeStory(time, event.what, event.source))
             case ev.StopAgreed():
@@ -143,6 +149,10 @@ class LaunchTelling:
                 self.decisions.append(_Taken(record.time, event.decision, by_rank_0=False))
             case _:
                 pass
+
+    def _is_program(self) -> bool:
+        """Whether no rank of ours was in it: a program that slurm-forge exec has started."""
+        return self.event is not None and self.event.world_size == 0 and not self.resumes
 
     def _reach(self, step: int | None) -> None:
         if step is not None:
@@ -213,6 +223,7 @@ class LaunchTelling:
             probes=self.probes,
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
+            program=self.advanced if self._is_program() else None,
         )
 
     def _world_size(self) -> int:

@@ -52,6 +52,10 @@ class Standing:
 def again(reference: str, job: str) -> str:
     """The command that starts a run another time; ``job`` tells where it was started."""
     local = job != "" and not job[0].isdigit()
+    if job.startswith("exec-"):
+        return "the same slurm-forge exec again"
+    if job.startswith(("process-", "torchrun-")):
+        return "the same script again"
     return "slurm-forge run with its job file" if local else f"slurm-forge requeue {reference}"
 
 

@@ -85,7 +85,7 @@ def take_status(facts: RunFacts) -> Status:
     now = standing(facts, state, history)
     attempt = history.attempts[-1] if history.attempts else None
     launch = attempt.launches[-1] if attempt is not None and attempt.launches else None
-    step = history.lineage.step if history.lineage.step is not None else state.committed_step
+    step = history.step if history.step is not None else state.committed_step
     last_seen = None if attempt is None else attempt.last_seen
     return Status(
         run=facts.name,

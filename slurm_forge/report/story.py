@@ -165,7 +165,8 @@ class LaunchStory:
     ``agreed_s`` is from the notice until all ranks knew where to stop, ``notice_to_saved_s`` from
     the notice until the stop's checkpoint was committed.  ``repeated_steps`` of this launch had to
     be done again by a later one (None: nothing has been resumed since).  ``training_s`` is from the
-    first step to the last one seen.
+    first step to the last one seen.  ``program`` is how far a program got that keeps its own
+    checkpoints, empty where nothing told (None: ranks of ours).
     """
 
     number: int
@@ -195,6 +196,7 @@ class LaunchStory:
     probes: int
     slowest_probe_s: float | None
     late_probes: tuple[LateProbe, ...]
+    program: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,6 +285,10 @@ class SubprocessSlurm:
             return ()
         return parse_accounting(_accepted(done).stdout)
 
+    def batch_script(self, job: str) -> str:
+        """The script that Slurm keeps of a job; ``SlurmCommandError`` where it has none."""
+        return _accepted(self._ask("scontrol", "write", "batch_script", _job(job), "-")).stdout
+
     def queue(self, user: str) -> tuple[QueueRecord, ...]:
         """See ``Slurm``."""
         options = ("--noheader", f"--format={QUEUE_FORMAT}")

@@ -46,6 +46,7 @@ class SlurmEnvironment:
     node_name: str | None = None
     partition: str | None = None
     cluster_name: str | None = None
+    job_name: str = ""
     start_time: datetime | None = None
     end_time: datetime | None = None
     heterogeneous: bool = False
@@ -89,6 +90,7 @@ class SlurmEnvironment:
             node_name=read.node("SLURMD_NODENAME"),
             partition=read.word("SLURM_JOB_PARTITION"),
             cluster_name=read.word("SLURM_CLUSTER_NAME"),
+            job_name=read.text("SLURM_JOB_NAME"),
             start_time=read.moment("SLURM_JOB_START_TIME"),
             end_time=read.moment("SLURM_JOB_END_TIME"),
             heterogeneous=bool(read.text("SLURM_HET_SIZE")),

@@ -21,6 +21,7 @@ from pydantic import (
 from slurm_forge.documents import wrong_key
 from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
+from slurm_forge.spec.program import ProgramSpec
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.types import (
@@ -261,6 +262,9 @@ class JobSpec(Section):
         ]
         | None
     ) = Field(default=None, description="Program and its words, instead of entry.")
+    program: ProgramSpec = Field(
+        default_factory=ProgramSpec, description="How a command is stopped, resumed, and done."
+    )
     args: Arguments = Field(default_factory=dict, description="What the entry reads as run.args.")
     resources: Resources = Field(
         default_factory=Resources, description="What the job asks of Slurm."
@@ -317,6 +321,8 @@ class JobSpec(Section):
             raise wrong_key("command", "entry says what to run already; keep one of the two")
         if self.command is not None and self.args:
             raise wrong_key("args", "only an entry reads args; put them into command")
+        if self.entry is not None and self.program != ProgramSpec():
+            raise wrong_key("program", "it is for a command; an entry saves and resumes by itself")
         if self.lead and self.resources.time and self.lead >= self.resources.time:
             raise wrong_key("lead", "not shorter than resources.time: nothing would be trained")
         return self

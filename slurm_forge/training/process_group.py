@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from slurm_forge.control import Member
 from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
 from slurm_forge.control.protocol import Publish
-from slurm_forge.errors import ControlChannelError
+from slurm_forge.errors import ConfigError, ControlChannelError
 
 __all__ = ["Groups", "choose_device", "join"]
 
@@ -58,15 +58,18 @@ def join(
         if not dist.is_initialized():  # by the attempt before, where that ran in this process
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return Groups()
-    store = PrefixStore(nonce, _store(member, rank, world_size, wait))
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=collective_timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    if dist.is_initialized():
+        _refuse_another(rank, world_size)
+    else:
+        store = PrefixStore(nonce, _store(member, rank, world_size, wait))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=collective_timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     # Barriers and gathers of a save run on a group of their own: never on the training group.
     cpu = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_cpu")
     probe = dist.new_group(
@@ -77,6 +80,21 @@ def join(
     # A save in the background has its exchange while the others are used by whoever trains.
     saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
     return Groups(cpu=cpu, saving=saving, probe=probe)
+
+
+def _refuse_another(rank: int, world_size: int) -> None:
+    """The default group that a script has made is used if it has all ranks, as they are numbered.
+
+    Its timeout and its backend are the script's; our groups beside it are made as ever.
+    """
+    theirs = dist.get_rank(), dist.get_world_size()
+    if theirs != (rank, world_size):
+        raise ConfigError(
+            f"torch.distributed is initialised as rank {theirs[0]} of {theirs[1]}, and this is "
+            f"rank {rank} of {world_size} by its environment",
+            next_step="Let init_process_group take rank and world size from the environment, or "
+            "call slurm_forge.attach before it: attach makes the group where there is none.",
+        )
 
 
 def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store:

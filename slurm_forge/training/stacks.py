@@ -14,7 +14,6 @@ import ctypes
 import faulthandler
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_forge.signals import STACK_SIGNAL
 from slurm_forge.training.process_facts import (
     ProcessFacts,
     catches,
@@ -30,10 +30,8 @@ from slurm_forge.training.process_facts import (
     read_process,
 )
 
-__all__ = ["STACK_SIGNAL", "StackTaker", "Taken", "dump_on_signal", "no_more_dumps"]
+__all__ = ["StackTaker", "Taken", "dump_on_signal", "no_more_dumps"]
 
-#: Of the real-time signals, far from the ends that libraries take first.
-STACK_SIGNAL = signal.SIGRTMIN + 11
 _STOPPED = frozenset("tTZX")
 _DUMP_WITHIN_S = 2.0
 _PY_SPY_WITHIN_S = 4.0

@@ -19,12 +19,11 @@ from types import FrameType
 from typing import Any
 
 from slurm_forge.control import HUB_GONE
+from slurm_forge.signals import UNWIND_SIGNAL
 from slurm_forge.training.descendants import kill_helpers
 
 __all__ = ["LaunchOver", "Unwinding", "can_unwind"]
 
-#: Nobody else uses it, and no other signal can be told from a notice.
-_RAISE = signal.SIGRTMIN + 11
 #: A main thread that is not out by then sits in C code, or catches everything: it is replaced.
 _OUT_WITHIN_S = 3.0
 #: Raised again until it is heard: destructors and callbacks swallow what is raised in them.
@@ -51,7 +50,7 @@ class Unwinding:
         self._begun = threading.Event()
         self._out = threading.Event()
         self._aborting: threading.Thread | None = None
-        signal.signal(_RAISE, self._raise)
+        signal.signal(UNWIND_SIGNAL, self._raise)
 
     @property
     def begun(self) -> bool:
@@ -69,10 +68,10 @@ class Unwinding:
         self._begun.set()
         until = time.monotonic() + _OUT_WITHIN_S
         # First raise, then abort: on an aborted group of gloo's the next collective waits for ever.
-        signal.pthread_kill(self._main, _RAISE)
+        signal.pthread_kill(self._main, UNWIND_SIGNAL)
         self._abort_groups()
         while not self._caught and time.monotonic() < until:
-            signal.pthread_kill(self._main, _RAISE)
+            signal.pthread_kill(self._main, UNWIND_SIGNAL)
             self._out.wait(_AGAIN_S)
         if not self._out.wait(max(0.0, until - time.monotonic())):
             where = sys._current_frames().get(self._main)

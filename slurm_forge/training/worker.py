@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from signal import Signals
@@ -40,7 +40,16 @@ from slurm_forge.training.unwinding import LaunchOver, Unwinding, can_unwind
 from slurm_forge.training.witnessed import Witnessed, begin_to_be_witnessed
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Outcome", "RankPlace", "Result", "main", "place_from_environ", "run_rank"]
+__all__ = [
+    "Outcome",
+    "RankPlace",
+    "Result",
+    "main",
+    "open_rank",
+    "place_from_environ",
+    "place_of_script",
+    "run_rank",
+]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -110,6 +119,32 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
     )
 
 
+def place_of_script(environ: Mapping[str, str]) -> RankPlace:
+    """Of a script that was started by torchrun, by srun, or by neither: then it is alone.
+
+    A batch step has SLURM_PROCID and SLURM_NTASKS too, and torchrun's workers inherit those of the
+    task that torchrun runs in.
+    """
+    slurm, local = SlurmEnvironment.from_environ(environ), LocalRanks.from_environ(environ)
+    found = place_from_environ(environ)
+    if slurm is None:
+        return found if local.torchrun else replace(found, job=f"{local.job}-{os.getpid()}")
+    if local.torchrun or slurm.step_id is None:
+        alone = not local.torchrun
+        found = replace(
+            found,
+            rank=0 if alone else local.rank,
+            local_rank=0 if alone else local.local_rank,
+            world_size=1 if alone else local.world_size,
+        )
+    return replace(
+        found,
+        job=slurm.job_ref,
+        restart_count=slurm.restart_count,
+        node=slurm.node_name or "",
+    )
+
+
 def run_rank(
     directory: RunDirectory,
     place: RankPlace,
@@ -126,6 +161,88 @@ def run_rank(
     ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``;
     ``kept`` for a process that may be the rank of several launches.
     """
+    opened = _open(
+        directory,
+        place,
+        channel=channel,
+        nonce=nonce,
+        launch_started=launch_started,
+        survives_abort=survives_abort,
+        kept=kept,
+        attempt=attempt,
+    )
+    rank, unwinding, leaving = opened.rank, opened.unwinding, opened.leaving
+    notices, witnessed = opened.notices, opened.witnessed
+    del opened
+    try:
+        result = rank.train()
+    finally:
+        if witnessed is not None:
+            witnessed.end()
+    if unwinding is None or not rank.may_go_on(result):
+        return result
+    notices.say_through(None)
+    # With them goes what is left of the launch: models, process groups, loader workers.
+    del rank
+    problem = unwinding.clear()
+    if problem:
+        leaving(f"it can't go on in its process: {problem}")
+    unwinding.over()
+    return Result(Outcome.UNWOUND, result.step)
+
+
+def open_rank(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None = None,
+    survives_abort: bool = False,
+    attempt: int | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> _Rank:
+    """A rank that has joined the channel, for a script that is its own entry: see ``begin``.
+
+    ``keys`` are keys of the job that the script says otherwise than the run was made with.
+    """
+    opened = _open(
+        directory,
+        place,
+        channel=channel,
+        nonce=nonce,
+        launch_started=launch_started,
+        survives_abort=survives_abort,
+        attempt=attempt,
+        keys=keys,
+    )
+    opened.rank.witnessed = opened.witnessed
+    return opened.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A rank on the channel, and what belongs to its process."""
+
+    rank: _Rank
+    notices: _Notices
+    leaving: Leaving
+    unwinding: Unwinding | None
+    witnessed: Witnessed | None
+
+
+def _open(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None,
+    survives_abort: bool,
+    kept: Kept | None = None,
+    attempt: int | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> _Opened:
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
@@ -134,6 +251,8 @@ def run_rank(
     witnessed: Witnessed | None = None
     try:
         file = read_run_file(directory.spec_file)
+        if keys:
+            file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
         watchdog = file.job.watchdog
         if watchdog.enabled:
             witnessed = begin_to_be_witnessed()
@@ -175,21 +294,7 @@ def run_rank(
         raise
     notices.say_through(member)
     rank = _Rank(directory, place, file, member, nonce, launch_started or begun, mine, unwinding)
-    try:
-        result = rank.train()
-    finally:
-        if witnessed is not None:
-            witnessed.end()
-    if unwinding is None or not rank.may_go_on(result):
-        return result
-    notices.say_through(None)
-    # With them goes what is left of the launch: models, process groups, loader workers.
-    del rank, member
-    problem = unwinding.clear()
-    if problem:
-        leaving(f"it can't go on in its process: {problem}")
-    unwinding.over()
-    return Result(Outcome.UNWOUND, result.step)
+    return _Opened(rank, notices, leaving, unwinding, witnessed)
 
 
 class _Channel(Member):
@@ -256,6 +361,8 @@ class _Rank:
     ) -> None:
         self._kept = kept
         self._unwinding = unwinding
+        #: Who looks on, where this rank's own script ends it (``leave``).
+        self.witnessed: Witnessed | None = None
         self._failed_of: Cause | None = None
         self._journal: JournalWriter | None = None
         self._directory = directory
@@ -302,13 +409,51 @@ class _Rank:
                 raise
             self._last_words(error)
             return Result(Outcome.FAILED, 0)
-        from slurm_forge.training.boundary import RunStopped
         from slurm_forge.training.entry import call_entry
-        from slurm_forge.training.skips import LaunchGivenUp
+
+        def work() -> int:
+            assert self._entry is not None  # noqa: S101  loaded above
+            call_entry(self._entry, run, run.args)
+            return int(run.finish())
+
+        return self._outcome(work)
+
+    def begin(self) -> Any:
+        """For a script that is its own entry: the run to train with; raises after last words."""
+        try:
+            return self._prepare()
+        except Exception as error:
+            self._last_words(error)
+            self._close()
+            raise
+
+    def leave(self, error: BaseException | None) -> Result:
+        """The script's own part is over, by ``error`` if there was one."""
+
+        def work() -> int:
+            if error is not None:
+                raise error
+            return int(self._run.finish())
 
         try:
-            call_entry(self._entry, run, run.args)
-            return Result(Outcome.FINISHED, run.finish())
+            return self._outcome(work)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self.witnessed is not None:
+            self.witnessed.end()
+        if self._journal is not None:
+            self._journal.close()
+        self._member.close()
+
+    def _outcome(self, work: Callable[[], int]) -> Result:
+        from slurm_forge.training.boundary import RunStopped
+        from slurm_forge.training.skips import LaunchGivenUp
+
+        run = self._run
+        try:
+            return Result(Outcome.FINISHED, work())
         except RunStopped:
             return Result(Outcome.STOPPED, run.step_number)
         except LaunchGivenUp:
@@ -381,9 +526,11 @@ class _Rank:
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
         known = None if self._kept is None else self._kept.entry
-        self._entry = known or load_entry(spec.entry or "", self._file.folder)
+        if known is None and spec.entry is not None:  # a script is its own entry
+            known = load_entry(spec.entry, self._file.folder)
+        self._entry = known
         if self._kept is not None:
-            self._kept.entry = self._entry
+            self._kept.entry = known
         self._run = Run(
             context,
             device=device,

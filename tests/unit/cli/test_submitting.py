@@ -85,12 +85,14 @@ def test_an_entry_that_is_not_there(
     assert not run_of(shell).path.exists()
 
 
-def test_a_command_is_not_started_as_an_entry(shell: Shell, slurm: PretendSlurm) -> None:
-    (shell.folder / "train.yaml").write_text("name: x\ncommand: [python, train.py]\n")
-    result = shell("submit", "train.yaml")
-    assert result.exit_code == 2
-    assert "slurm_forge starts an entry" in result.stderr
-    assert not (shell.folder / "runs").exists()
+@pytest.mark.parametrize("verb", ["submit", "render"])
+def test_a_command_is_started_as_one(shell: Shell, slurm: PretendSlurm, verb: str) -> None:
+    (shell.folder / "train.yaml").write_text('name: x\ncommand: [python, "$(touch x).py"]\n')
+    result = shell(verb, "train.yaml")
+    assert result.exit_code == 0, result.stderr
+    script = (shell.folder / "runs" / "x" / "submissions" / "job.sbatch").read_text()
+    assert "-m slurm_forge.launch.execute" in script
+    assert "touch" not in script, "the command belongs into run.yaml, not into a shell"
 
 
 def test_an_option_that_the_site_refuses(shell: Shell, slurm: PretendSlurm) -> None:

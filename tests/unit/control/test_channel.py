@@ -498,3 +498,20 @@ def test_the_hub_knows_at_once_that_a_rank_trains(monkeypatch: pytest.MonkeyPatc
         member.enter("train")
         until(lambda: hub.members()[0].started, "that it trains")
         member.close()
+
+
+def test_a_hub_that_does_not_know_how_many_come() -> None:
+    """The first rank that belongs to the launch says it; nobody else can."""
+    with hub_of(0) as hub:
+        for nonce, world in (("wrong", 2), ("right", 0)):
+            with pytest.raises(ControlChannelError, match="not welcomed"):
+                join(hub, 0, nonce=nonce, world=world)
+        assert (hub.world_size, hub.members()) == (0, {})
+        first = join(hub, 1, world=2)
+        assert hub.world_size == 2
+        with pytest.raises(ControlChannelError, match="not welcomed"):
+            join(hub, 0, world=3)
+        second = join(hub, 0, world=2)
+        until(lambda: len(hub.members()) == 2, "both ranks")
+        first.close()
+        second.close()

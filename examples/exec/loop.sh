@@ -1,0 +1,14 @@
+#!/bin/bash
+# A loop over pieces of work that keeps its place in a file.  Usage: loop.sh FOLDER PIECES
+set -eu
+mkdir -p "$1"
+done=0
+if [ -f "$1/done" ]; then done=$(cat "$1/done"); fi
+while [ "$done" -lt "$2" ]; do
+    sleep 0.2 # the work
+    done=$((done + 1))
+    echo "$done" > "$1/done.new"
+    mv "$1/done.new" "$1/done"
+    echo "$done" >> "$1/all"
+    echo "piece $done of $2"
+done

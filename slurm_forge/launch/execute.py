@@ -1,0 +1,426 @@
+"""``slurm-forge exec``: attempt after attempt of a program that knows nothing of us.
+
+In a batch step beside Slurm, or on a machine without it.  ``python -m slurm_forge.launch.execute
+RUN`` is what the script of a job with ``command:`` starts.  Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Note
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
+from slurm_forge.launch.coming_back import ComingBack
+from slurm_forge.launch.evidence import gathered
+from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.ladder import Ladder, Taken
+from slurm_forge.launch.local_signals import AskedToStop
+from slurm_forge.launch.outputs import own_output
+from slurm_forge.launch.presence import present
+from slurm_forge.launch.program_signals import ProgramSignals
+from slurm_forge.launch.program_starts import Started, Starts
+from slurm_forge.launch.sentinel_step import (
+    SentinelStep,
+    sentinel_command,
+    sentinel_environment,
+)
+from slurm_forge.launch.stranded import leave_to_slurm
+from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.slurm_says import is_ending
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.signals import SignalWatcher
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+
+__all__ = ["ENDED_BY_SIGNAL", "execute", "main"]
+
+#: Added to the number of the signal by which a person ended it, as shells do.
+ENDED_BY_SIGNAL = 128
+_URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
+_LONGEST_PAUSE_S = 120.0
+#: How long the first start waits for the sentinel to listen: notice is rarely given at once.
+_LISTENS_S = 3.0
+#: Slurm ends a job that goes back into the queue; what stands behind us in the script is not meant
+#: for a run that is not through.
+_ENDED_WITHIN_S = 20.0
+_FIRST_ANSWER_S = 2.0
+_TICK_S = 0.05
+
+
+def execute(
+    run: RunDirectory,
+    *,
+    environment: SlurmEnvironment | None,
+    variables: Mapping[str, str],
+    slurm: Slurm | None,
+    via: str,
+) -> int:
+    """Start the run's command, and bring it back until it is done; the exit status for the script.
+
+    0: it is done, was requeued, is held in the queue, or somebody has stopped it.  On a machine
+    without Slurm, or where the job file says raise: the command's own status where it failed for
+    good, and 128 and the signal's number where a person has ended it.
+    """
+    if environment is None or slurm is None:
+        return _here(run, variables)
+    _refuse_places(environment)
+    with ProgramSignals() as signals:
+        SignalWatcher(signals.batch)
+        signal.signal(signal.SIGINT, signals.interrupt)  # somebody in salloc
+        return _in_job(run, environment, variables, slurm, via, signals)
+
+
+def _refuse_places(environment: SlurmEnvironment) -> None:
+    if environment.heterogeneous:
+        raise ForgeError(
+            f"job {environment.job_ref} is heterogeneous: it can't be brought back",
+            next_step="Ask for one kind of node: no hetjob, no ':' between options of sbatch.",
+        )
+    if environment.step_id is not None and (environment.ntasks or 1) > 1:
+        raise ConfigError(
+            "slurm-forge exec was started by srun, once per task: each would claim the run",
+            next_step="Turn it round: slurm-forge exec -- srun your-program …",
+        )
+
+
+# -- in a job --------------------------------------------------------------------------------------
+
+
+def _in_job(
+    run: RunDirectory,
+    environment: SlurmEnvironment,
+    variables: Mapping[str, str],
+    slurm: Slurm,
+    via: str,
+    signals: ProgramSignals,
+) -> int:
+    try:
+        note_asked(run, environment.job_ref, environment.restart_count, slurm)
+        begun = begin(
+            run,
+            job=environment.job_ref,
+            restart_count=environment.restart_count,
+            nodes=environment.nodes,
+            via=via,
+            slurm=slurm,
+            command=True,
+        )
+    except FencedError as error:
+        _say(str(error))
+        return 0
+    except OSError as error:
+        return _stranded(slurm, environment, error)
+    if isinstance(begun, Refusal):
+        _say(f"{run.name}: {_REFUSED[begun].format(name=run.name, stop=run.stop_file)}")
+        return 0
+    _keep_script(run, slurm, environment.job_ref, via)
+    watch = JobWatch(slurm, environment.job_ref)
+    script = job_script(run)
+    ladder = Ladder(
+        slurm,
+        job=environment.job_ref,
+        restart_count=environment.restart_count,
+        script=script if script.is_file() else None,
+        journal=begun.journal,
+        fence=begun.fence,
+        successor=begun.state().successor_of(environment.job_ref),
+        patience=begun.file.job.recovery.limits.controller_patience,
+    )
+    back = ComingBack(
+        begun,
+        ladder,
+        slurm,
+        nodes=environment.nodes,
+        partition=environment.partition,
+        cluster=environment.cluster_name,
+        knobs=Knobs.from_environ(variables),
+        latest=lambda: watch.latest,
+    )
+    sentinel = SentinelStep(
+        sentinel_command(sys.executable, environment.node_name),
+        sentinel_environment(variables),
+        signals.steps,
+    )
+    job = _Job(begun, environment, variables, watch, back, signals, slurm, sentinel)
+    try:
+        back.prepare()
+        return job.run()
+    except FencedError as error:
+        _say(str(error))
+        begun.end(TAKEN_OVER)
+        return 0
+    except OSError as error:
+        return _stranded(slurm, environment, error)
+    finally:
+        watch.close()
+        sentinel.close()
+
+
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+    """Nothing of the run can be known, or written down."""
+    reason, count = f"the run directory: {error}", environment.restart_count
+    done = leave_to_slurm(slurm, environment.job_ref, reason, restart_count=count)
+    _say(f"the run directory can't be used ({error}): {done}")
+    return 1
+
+
+_REFUSED = {
+    Refusal.DONE: "finished already: nothing to do.   another run: --name OTHER",
+    Refusal.STOP_FILE: "stopped: remove {stop} to let it go on",
+    Refusal.AT_REST: "at rest: slurm-forge explain {name} says why, slurm-forge requeue {name} "
+    "lets it go on",
+}
+
+
+def _keep_script(run: RunDirectory, slurm: Slurm, job: str, via: str) -> None:
+    """What a successor would be submitted with, where the job can't be requeued: best effort."""
+    if via != VIA_EXEC or not isinstance(slurm, SubprocessSlurm):
+        return
+    with contextlib.suppress(ForgeError, OSError):
+        text = slurm.batch_script(job)
+        if text.startswith("#!"):
+            keep_own_script(run, text)
+
+
+VIA_EXEC = "exec"
+
+
+class _Job:
+    """One attempt in a job of Slurm's."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        environment: SlurmEnvironment,
+        variables: Mapping[str, str],
+        watch: JobWatch,
+        back: ComingBack,
+        signals: ProgramSignals,
+        slurm: Slurm,
+        sentinel: SentinelStep,
+    ) -> None:
+        self._attempt = attempt
+        self._environment = environment
+        self._back = back
+        self._watch = watch
+        self._signals = signals
+        self._slurm = slurm
+        self._sentinel = sentinel
+        self._status = 0
+        self._output = own_output()
+        self._starts = Starts(
+            attempt,
+            variables,
+            signals,
+            watch,
+            slurm=slurm,
+            environment=environment,
+            sentinel=sentinel,
+        )
+
+    def run(self) -> int:
+        """Until the run is done, or the job is given back."""
+        if self._attempt.verdict is not None:
+            return self._go(self._attempt.verdict, None)
+        self._watch.ask()
+        if not self._sentinel.listens(_LISTENS_S):
+            why = self._sentinel.failed or "it takes its time"
+            text = f"no sentinel step ({why}): Slurm is asked now and then instead"
+            with contextlib.suppress(OSError):
+                self._attempt.journal.write(Note(text=text[:400]))
+        self._learn_the_limit()
+        while True:
+            started = self._starts.start(self._back.kill_wait)
+            self._status = started.facts.exit_status or 0
+            decision = self._concluded(started.facts)
+            if decision is None:
+                started.clear()
+                self._attempt.end("finished")
+                return 0
+            staying = decision.action in RELAUNCHING and _may_stay(started.facts)
+            if decision.cause not in _URGENT:
+                self._back.strike(decision)
+            long = decision.wait_s > _LONGEST_PAUSE_S
+            if staying and not long and not self._holds_avoided(decision):
+                started.clear()
+                self._signals.wait(decision.wait_s)
+                continue
+            return self._go(decision, started)
+
+    def _holds_avoided(self, decision: Decision) -> bool:
+        """Whether the allocation holds a node that is to be left out: that can't be done here."""
+        return not self._back.avoided(decision).isdisjoint(self._environment.nodes)
+
+    def _learn_the_limit(self) -> None:
+        """How long before the end the program is told rests on the job's own time limit."""
+        until = time.monotonic() + _FIRST_ANSWER_S
+        while not self._watch.collect() and self._watch.asking and time.monotonic() < until:
+            time.sleep(_TICK_S)
+
+    def _concluded(self, facts: LaunchFacts) -> Decision | None:
+        attempt = self._attempt
+        try:
+            return attempt.conclude(
+                gathered(
+                    facts,
+                    run=attempt.run,
+                    attempt=attempt.claim.attempt,
+                    launch=attempt.launch,
+                    job=self._environment.job_ref,
+                    slurm=self._slurm,
+                    batch_output=self._output,
+                    restart_count=self._environment.restart_count,
+                    since=self._starts.launched_at,
+                )
+            )
+        except RunDirectoryError as error:
+            self._back.hold(error.message)
+            raise
+
+    def _go(self, decision: Decision, started: Started | None) -> int:
+        outcome, given_back = decision.action.value, False
+        if decision.action in REQUEUEING:
+            urgent = decision.cause in _URGENT
+            taken = self._back.come_back(decision, urgent=urgent).taken
+            outcome, given_back = taken.value, taken is Taken.REQUEUED
+        elif decision.action is Action.HOLD:
+            taken = self._back.hold(decision.reason).taken
+            outcome, given_back = taken.value, taken is Taken.HELD
+        elif decision.action is Action.RAISE:
+            outcome = "raised"
+        if started is not None:
+            started.clear()
+        self._attempt.end(outcome)
+        _say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
+        if given_back:
+            self._signals.wait_for_the_end(_ENDED_WITHIN_S)
+        self._back.leave()
+        return (self._status or 1) if decision.action is Action.RAISE else 0
+
+
+def _may_stay(facts: LaunchFacts) -> bool:
+    """Whether the allocation is still ours to start something in."""
+    told = facts.rank_signals or facts.batch_signals or facts.due_time_limit or facts.stop_file
+    return not told and not is_ending(facts)
+
+
+# -- on this machine -------------------------------------------------------------------------------
+
+
+def _here(run: RunDirectory, variables: Mapping[str, str]) -> int:
+    """Without Slurm: what would be a requeue is another start."""
+    if run.is_done():
+        _say(f"{run.name}: {_REFUSED[Refusal.DONE]}")
+        return 0
+    job = f"exec-{os.getpid()}"
+    with ProgramSignals() as signals, present(run) as presence, AskedToStop() as asked:
+        signals.listen_to(asked)
+        presence.name(job)
+        run.stop_file.unlink(missing_ok=True)
+        note_asked(run, job, 0, None)
+        while True:
+            begun = begin(
+                run,
+                job=job,
+                restart_count=0,
+                nodes=(socket.gethostname(),),
+                via=VIA_THIS_MACHINE,
+                command=True,
+            )
+            if isinstance(begun, Refusal):
+                _say(f"{run.name}: {_REFUSED[begun].format(name=run.name, stop=run.stop_file)}")
+                return 0
+            try:
+                status = _attempt_here(begun, variables, signals)
+            except FencedError as error:
+                _say(str(error))
+                begun.end(TAKEN_OVER)
+                return 1
+            if asked and not run.is_done():
+                _say(f"{run.name}: stopped.   go on: the same command again")
+                return ENDED_BY_SIGNAL + asked.number
+            if status is not None:
+                return status
+
+
+def _attempt_here(
+    attempt: Attempt, variables: Mapping[str, str], signals: ProgramSignals
+) -> int | None:
+    """The exit status, or None where another attempt is to follow."""
+    if attempt.verdict is not None:
+        attempt.end(attempt.verdict.action.value)
+        _say(f"{attempt.run.name}: {attempt.verdict.reason}")
+        return 1
+    starts = Starts(attempt, variables, signals, JobWatch(None, ""))
+    while True:
+        started = starts.start()
+        facts = gathered(
+            started.facts,
+            run=attempt.run,
+            attempt=attempt.claim.attempt,
+            launch=attempt.launch,
+            since=starts.launched_at,
+        )
+        decision = attempt.conclude(facts)
+        started.clear()
+        if decision is None:
+            attempt.end("finished")
+            return 0
+        going_on = decision.action in REQUEUEING
+        _say(
+            f"{attempt.run.name}: {decision.reason}"
+            + (": started again" if going_on and not signals.stopping else "")
+        )
+        if not going_on:
+            attempt.end(decision.action.value)
+            return facts.exit_status or 1
+        signals.wait(decision.wait_s)
+        if decision.action not in RELAUNCHING or signals.stopping:
+            attempt.end("requeued")
+            return None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"slurm_forge: {text}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``RUN [--via NAME]``: the command and how it is to be treated stand in its ``run.yaml``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    via = "sbatch"
+    if "--via" in words[:-1]:
+        at = words.index("--via")
+        via = words[at + 1]
+        del words[at : at + 2]
+    try:
+        if len(words) != 1:
+            raise ForgeError(
+                f"expected one run directory, got {words}",
+                next_step="python -m slurm_forge.launch.execute RUN",
+            )
+        environment = SlurmEnvironment.from_environ(os.environ)
+        return execute(
+            RunDirectory.existing(words[0]),
+            environment=environment,
+            variables=dict(os.environ),
+            slurm=None if environment is None else SubprocessSlurm.of_this_process(),
+            via=via,
+        )
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Start after start of a program that knows nothing of us, inside one attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+from slurm_forge.control import Hub
+from slurm_forge.errors import ConfigError
+from slurm_forge.journal.events import Note
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.convention import forwarding
+from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.newest import find_matches, incomplete, newest
+from slurm_forge.launch.program_conductor import ProgramConductor
+from slurm_forge.launch.program_process import ProgramProcess
+from slurm_forge.launch.program_progress import ProgressWatch, look_at
+from slurm_forge.launch.program_signals import ProgramSignals
+from slurm_forge.launch.sentinel_step import (
+    SentinelStep,
+)
+from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.spec.templates import Field, fields_of, fill
+
+__all__ = ["Started", "Starts"]
+
+_CLEARED_S = 5.0
+#: What shells say of a program that is not there.
+_NOT_STARTED = 127
+
+
+@dataclass(slots=True)
+class Started:
+    """One start of the program, and what it is told by."""
+
+    facts: LaunchFacts
+    #: None where it could not be started at all.
+    process: ProgramProcess | None = None
+
+    def clear(self) -> None:
+        """Nothing of it is left."""
+        if self.process is not None:
+            self.process.clear(_CLEARED_S)
+
+
+class Starts:
+    """Start after start of the program inside one attempt."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        variables: Mapping[str, str],
+        signals: ProgramSignals,
+        watch: JobWatch,
+        *,
+        slurm: Slurm | None = None,
+        environment: SlurmEnvironment | None = None,
+        sentinel: SentinelStep | None = None,
+    ) -> None:
+        self.attempt = attempt
+        self._variables = variables
+        self._signals = signals
+        self._watch = watch
+        self._slurm = slurm
+        self._environment = environment
+        self._sentinel = sentinel
+        self.launched_at = datetime.now(timezone.utc)
+
+    def start(self, kill_wait: timedelta | None = None) -> Started:
+        """Start it, and conduct it to its end."""
+        attempt, environment = self.attempt, self._environment
+        program, file = attempt.file.job.program, attempt.file
+        folder = file.folder
+        hub = Hub(world_size=0, nonce=secrets.token_hex(16))
+        hub.start()
+        try:
+            nodes = () if environment is None else environment.nodes
+            attempt.next_launch(hub, nodes)
+            state = attempt.state()
+            before = sum(len(each.launches) for each in state.attempts) - 1
+            command, latest = self._command(max(before, 0))
+            knobs = Knobs(
+                channel=hub.addresses,
+                nonce=hub.nonce,
+                attempt=attempt.claim.attempt,
+                launch=attempt.launch,
+                started=time.time(),
+                run=str(attempt.run.path),
+                latest=latest,
+                restarts=max(before, 0),
+            )
+            variables = {**self._variables, **file.env, **file.job.env, **knobs.to_environ()}
+            self.launched_at = datetime.now(timezone.utc)
+            there = None
+            with contextlib.suppress(OSError):
+                there = look_at(program, folder)
+            process = ProgramProcess(
+                command,
+                variables,
+                program,
+                mark=f"SLURM_FORGE_NONCE={hub.nonce}",
+                slurm=self._slurm,
+                job="" if environment is None else environment.job_ref,
+                folder=str(folder) if folder.is_dir() else None,
+            )
+            end = None
+            if environment is not None:
+                end = environment.end_time or planned_end(file.job, state)
+            times = timing(
+                file.job,
+                self._watch.latest,
+                state=state,
+                now=time.time(),
+                end=end,
+                kill_wait=kill_wait,
+            )
+            conductor = ProgramConductor(
+                hub,
+                journal=attempt.journal,
+                watch=self._watch,
+                timing=times,
+                program=program,
+                how=forwarding(program, command),
+                process=process,
+                progress=ProgressWatch(program, folder, state, lambda: process.printed_step, there),
+                folder=folder,
+                stop_file=attempt.run.stop_file,
+                save_file=attempt.run.save_file,
+                sentinel=self._sentinel,
+                restart_count=None if environment is None else environment.restart_count,
+            )
+            with self._signals.go_to(conductor):
+                facts = conductor.watch()
+            return Started(facts, process)
+        except ConfigError as error:
+            text = error.message.replace("\n", " ")
+            now = datetime.now(timezone.utc)
+            facts = LaunchFacts(
+                now=now, exit_status=_NOT_STARTED, launcher="exec", launcher_text=text
+            )
+            return Started(facts)
+        finally:
+            # Else a rank of ours would take the end of the channel for that of its conductor.
+            hub.abort("the launch is over")
+            hub.close()
+
+    def _command(self, before: int) -> tuple[tuple[str, ...], str | None]:
+        """The words of this start, and the checkpoint that it may resume from."""
+        attempt, job = self.attempt, self.attempt.file.job
+        program, found = job.program, None
+        if program.checkpoint_glob is not None:
+            with contextlib.suppress(OSError):
+                matches = find_matches(program.checkpoint_glob, attempt.file.folder)
+                found = newest(matches, but=incomplete(program.convention))
+        latest = None if found is None else str(found.path)
+        command = job.command or ()
+        template = program.resume_arg
+        if template is None or before == 0:
+            return command, latest
+        if latest is None and Field.LATEST in fields_of(template):
+            return command, None
+        values = {
+            Field.LATEST: latest or "",
+            Field.ATTEMPT: str(attempt.claim.attempt),
+            Field.LAUNCH: str(attempt.launch),
+            Field.RESTARTS: str(before),
+            Field.RUN_DIR: str(attempt.run.path),
+        }
+        added = fill(template, values)
+        with contextlib.suppress(OSError):
+            attempt.journal.write(Note(text=f"started again with {' '.join(added)}"[:400]))
+        return (*command, *added), latest

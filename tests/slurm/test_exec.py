@@ -1,0 +1,171 @@
+"""Programs that know nothing of slurm_forge: preempted for real, brought back, finished."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.journal.events import Note, NoticeSeen
+from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, run_state, submit_script
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import read_run_file
+from slurm_forge.testing.cluster import SlurmCluster
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from tests.slurm.harness import REPOSITORY, Watched, environment
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+EXAMPLES = REPOSITORY / "examples" / "exec"
+
+
+@dataclass
+class Script:
+    """One of the example scripts, submitted."""
+
+    cluster: SlurmCluster
+    job: str
+    out: Path
+    run: RunDirectory
+
+    @property
+    def watched(self) -> Watched:
+        return Watched(self.cluster, self.run, read_run_file(self.run.spec_file), self.job)
+
+    @property
+    def state(self) -> RunState:
+        return run_state(self.run)
+
+    def wait_file(self, pattern: str, seconds: float = 60) -> None:
+        self.cluster.wait_for(lambda: bool(list(self.out.glob(pattern))), seconds, pattern)
+
+    def texts(self, kind: type) -> str:
+        return "\n".join(str(event) for _, event in self.watched.events(kind))
+
+
+def submit(
+    cluster: SlurmCluster,
+    folder: Path,
+    script: str,
+    *options: str,
+    steps: int = 200,
+    partition: str = "preempt",
+) -> Script:
+    out = folder / "out"
+    runs = folder / "runs"
+    job = cluster.sbatch(
+        EXAMPLES / f"{script}.sbatch",
+        f"--partition={partition}",
+        f"--output={folder}/slurm-%j.out",
+        *options,
+        cwd=REPOSITORY,
+        settings={
+            "PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
+            "OUT": str(out),
+            "STEPS": str(steps),
+            "SLURM_FORGE_RUNS": str(runs),
+            "SLURM_FORGE_NODES": "off",
+        },
+    )
+    return Script(cluster, job, out, RunDirectory.at(runs / f"{script}-demo"))
+
+
+def preempted_once(script: Script) -> RunState:
+    """Preempt it, wait for its end; what the journal tells of the interruption is right."""
+    script.cluster.preempt(script.job)
+    state = script.watched.wait_finished(90)
+    assert len(state.attempts) == 2
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
+    assert state.attempts[0].outcome == "requeued"
+    assert script.run.is_done()
+    return state
+
+
+def test_a_torchrun_script(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = submit(slurm, tmp_path, "torchrun", steps=160)
+    script.wait_file("checkpoint-20.pt")
+    preempted_once(script)
+
+    assert "SIGTERM to process" in script.texts(Note), "torchrun was not told"
+    assert "--resume" in script.texts(Note)
+    steps = [int(path.stem.partition("-")[2]) for path in script.out.glob("checkpoint-*")]
+    assert any(step % 20 for step in steps), "it did not save when it was told"
+    # 0.01 * (sum over ranks) summed over steps and 8 weights, as without an interruption.
+    expected = -0.08 * sum(2 * step + 1 for step in range(160))
+    assert float((script.out / "result.txt").read_text()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_loop_in_bash(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = submit(slurm, tmp_path, "loop", steps=50)
+    script.wait_file("done")
+    preempted_once(script)
+
+    assert (script.out / "all").read_text().split() == [str(n) for n in range(1, 51)]
+    notice = script.watched.events(NoticeSeen)[0][1]
+    assert isinstance(notice, NoticeSeen)
+    assert notice.source == "tasks of steps", "the sentinel did not hear of it"
+
+
+@pytest.mark.slow
+def test_the_habits_of_a_trainer(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = submit(slurm, tmp_path, "hf", steps=120)
+    script.wait_file("checkpoint-10")
+    preempted_once(script)
+
+    assert "by Slurm itself" in script.texts(Note), "its task was signalled twice"
+    total = json.loads((script.out / "all_results.json").read_text())["total"]
+    assert total == sum(range(1, 121))
+    log = next(tmp_path.glob("slurm-*.out")).read_text()
+    assert "resumed at" in log
+
+
+@pytest.mark.slow
+def test_a_program_that_ignores_the_notice(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = submit(slurm, tmp_path, "deaf", steps=200)
+    script.wait_file("state-20")
+    state = preempted_once(script)
+
+    assert "SIGTERM, then SIGKILL" in script.texts(Note)
+    requeued = state.attempts[0].requeues[0][0]
+    noticed = script.watched.events(NoticeSeen)[0][0]
+    assert requeued - noticed < 10, "requeued after the grace time"
+    assert (script.out / "result").read_text() == "200\n"
+
+
+def test_after_scancel_nothing_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = submit(slurm, tmp_path, "loop", steps=1000, partition="normal")
+    script.wait_file("done")
+    slurm.cancel(script.job)
+    slurm.wait_for(lambda: script.state.status is RunStatus.CANCELLED, 30, "the journal to say so")
+    slurm.wait_state(script.job, "CANCELLED", 30)
+    assert not script.state.attempts[-1].requeues
+
+
+@pytest.mark.slow
+def test_a_command_in_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """``command:`` through the script that submit renders, preempted as well."""
+    out = tmp_path / "out"
+    spec = job_from_mapping(
+        {
+            "name": "pieces",
+            "command": ["bash", "examples/exec/loop.sh", str(out), "40"],
+            "program": {"progress_file": str(out / "done")},
+            "resources": {"mem": "1000M", "time": "10m", "partition": "preempt"},
+        }
+    )
+    site = find_site("generic")
+    with environment(slurm, tmp_path / "nodes"):
+        run, file = create_run(spec, runs=tmp_path / "runs", site=site, submitted_from=REPOSITORY)
+        job = submit_script(run, file, site, SubprocessSlurm.of_this_process())
+    script = Script(slurm, job, out, run)
+    script.wait_file("done")
+    preempted_once(script)
+    assert (out / "all").read_text().split() == [str(n) for n in range(1, 41)]

@@ -1,0 +1,255 @@
+# ruff: noqa: E501  (messages are compared whole)
+"""``slurm-forge exec``: wrong command lines, and programs that really run, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import RunState, RunStatus, read_journal
+from slurm_forge.journal.events import Advanced, Event
+from slurm_forge.launch.submission import run_state
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.vocabulary.cause import Cause
+from tests.unit.cli.conftest import Shell
+
+FIELDS = "{latest}, {attempt}, {launch}, {restarts}, {run_dir}"
+
+WRONG = [
+    ("", "no command to start\n  Write it behind two dashes: slurm-forge exec --name big -- srun python train.py"),
+    ("--name x", "no command to start\n  Write it behind two dashes: slurm-forge exec --name big -- srun python train.py"),
+    ("-- true", "the run has no name\n  Give it one: slurm-forge exec --name big -- …  A run goes on under its name in every job."),
+    ("--name x -- --lr 3", "'--lr' is not a program\n  Options of slurm-forge exec stand before the two dashes, the program behind them: slurm-forge exec --name big -- srun python train.py"),
+    ("--name x -- no-such-program a", "there is no program 'no-such-program' here\n  Write what comes after -- as you would type it; a script of your own needs its path (./train.sh), and shell syntax a shell: -- bash -c '…'"),
+    ("--name ../x -- true", "name: a name is 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or a digit"),
+    ("--name x --notify FOO -- true", '--notify: "FOO" is not the name of a signal; write TERM, USR1, USR2 or INT\n  See slurm-forge exec --help.'),
+    ("--name x --notify KILL -- true", "--notify: SIGKILL can't be a notice: a program can't act on it\n  See slurm-forge exec --help."),
+    ("--name x --notify-to everybody -- true", '--notify-to: unknown value "everybody" (one of: child, group, ranks, tree)\n  See slurm-forge exec --help.'),
+    ("--name x --convention horovod -- true", '--convention: unknown value "horovod" (one of: plain, torchrun, lightning, hf, submitit, accelerate)\n  See slurm-forge exec --help.'),
+    ("--name x --resume-arg '--resume {newest}' -- true", f"--resume-arg: unknown field {{newest}} (known: {FIELDS})\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg '--resume {latest.__class__}' -- true", f"--resume-arg: unknown field {{latest.__class__}} (known: {FIELDS})\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg '--resume {attempt!r}' -- true", f"--resume-arg: unknown field {{attempt!r}} (known: {FIELDS})\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg '--resume {' -- true", "--resume-arg: '{': single '{' encountered in format string; a brace that is meant is written twice\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg \"--resume 'half\" -- true", "--resume-arg: can't be split into words: no closing quotation\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg '' -- true", "--resume-arg: is empty; leave it out\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg '--from {latest}' -- true", "--resume-arg: {latest} is the newest match of checkpoint_glob: add it\n  See slurm-forge exec --help."),
+    (r"--name x --step-pattern 'step \d+' -- true", r'--step-pattern: needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"' + "\n  See slurm-forge exec --help."),
+    ("--name x --done-pattern 'a(' -- true", "--done-pattern: not a regular expression: missing ), unterminated subpattern at position 1\n  See slurm-forge exec --help."),
+    ("--name x --done-exit-code 0 -- true", "--done-exit-code: an exit status that means something is 1 to 255, got 0\n  See slurm-forge exec --help."),
+    ("--name x --done-exit-code 3 --requeue-exit-code 3 -- true", "--requeue-exit-code: 3 says that the program is through\n  See slurm-forge exec --help."),
+    ("--name x --progress-after 10 -- true", '--progress-after: "10" has no unit; write "10s" for seconds or "10m" for minutes\n  See slurm-forge exec --help.'),
+    ("--job entry.yaml -- true", "entry.yaml:2: entry: slurm-forge exec starts a command\n  Submit this file with slurm-forge submit, or give one without entry: to slurm-forge exec."),
+    ("--job wrong.yaml -- true", 'wrong.yaml:2: program.notfy: unknown key (did you mean "notify"?)'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG)
+def test_a_wrong_command_line(shell: Shell, line: str, message: str) -> None:
+    (shell.folder / "entry.yaml").write_text("name: x\nentry: a.b:f\n")
+    (shell.folder / "wrong.yaml").write_text("name: x\nprogram: {notfy: TERM}\n")
+    result = shell("exec", *shlex.split(line))
+    assert result.exit_code == 2
+    told = result.stderr.removesuffix("nothing was started.\n")
+    assert told != result.stderr
+    assert " ".join(told.split()) == " ".join(message.split())
+    assert not (shell.folder / "runs").exists(), "something was made of it"
+
+
+# -- programs that run -----------------------------------------------------------------------------
+
+
+class Exec:
+    """``slurm-forge exec`` as a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = RunDirectory.at(folder / "runs" / "x")
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "slurm_forge.cli.main", "exec", "--name", "x", *words],
+            cwd=self.folder,
+            env={**environment, "SLURM_FORGE_NODES": "off"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    @property
+    def state(self) -> RunState:
+        return run_state(self.run)
+
+    def events(self, kind: type) -> list[Event]:
+        return [r.event for r in read_journal(self.run)[0] if isinstance(r.event, kind)]
+
+
+@pytest.fixture
+def execute(tmp_path: Path) -> Exec:
+    return Exec(tmp_path)
+
+
+def wait_for(there: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_done_is_done(execute: Exec) -> None:
+    done = execute("--", "bash", "-c", "echo out; echo err >&2; echo once >> ran")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "err\n")
+    assert execute.run.is_done()
+    again = execute("--", "bash", "-c", "echo out; echo err >&2; echo once >> ran")
+    assert again.returncode == 0
+    assert "finished already" in again.stderr
+    assert (execute.folder / "ran").read_text() == "once\n", "it was started again"
+    other = execute("--", "true")
+    assert other.returncode == 2
+    assert "was begun with another command" in other.stderr
+
+
+def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:
+    done = execute("--", "bash", "-c", "echo once >> ran; echo 'KeyError: 3' >&2; exit 7")
+    assert done.returncode == 7, "the status of the command itself"
+    assert (execute.folder / "ran").read_text() == "once\nonce\n"
+    assert execute.state.status is RunStatus.HELD
+    assert "the same error at the same step twice in a row" in execute.state.reason
+
+
+def test_it_is_told_where_to_go_on(execute: Exec) -> None:
+    """From the second start on, with the newest checkpoint; hostile names stay one word."""
+    hostile = "out/checkpoint-12 $(touch pwned);'\"`touch pwned`"
+    program = (
+        "import os, sys, pathlib\n"
+        "sys.stdout.write(repr(sys.argv[1:]) + '\\n')\n"
+        "sys.stdout.write(os.environ.get('SLURM_FORGE_LATEST', '-') + '\\n')\n"
+        "sys.stdout.write(os.environ['SLURM_FORGE_RESTARTS'] + '\\n')\n"
+        "pathlib.Path('out').mkdir(exist_ok=True)\n"
+        "pathlib.Path('out/checkpoint-9').touch()\n"
+        f"pathlib.Path({hostile!r}).touch()\n"
+        "sys.exit(0 if len(sys.argv) > 2 else 'RuntimeError: unlucky')\n"
+    )
+    (execute.folder / "program.py").write_text(program)
+    done = execute(
+        "--checkpoint-glob=out/checkpoint-*",
+        "--resume-arg=--resume={latest} --n {restarts} '{{$(touch pwned)}}'",
+        "--",
+        sys.executable,
+        "program.py",
+        "first; touch pwned",
+    )
+    assert done.returncode == 0
+    latest = f"{execute.folder}/{hostile}"
+    assert done.stdout.splitlines() == [
+        "['first; touch pwned']",
+        "-",
+        "0",
+        repr(["first; touch pwned", f"--resume={latest}", "--n", "1", "{$(touch pwned)}"]),
+        latest,
+        "1",
+    ]
+    assert not list(execute.folder.rglob("pwned")), "something was given to a shell"
+
+
+def test_progress_frees_budgets(execute: Exec) -> None:
+    """Failing again and again is no loop as long as there is a further checkpoint each time."""
+    program = "n=$(ls | grep -c ^state-); touch state-$n; echo 'RuntimeError: again'; [ $n -ge 6 ]"
+    done = execute("--progress-file=state-*", "--", "bash", "-c", program)
+    assert done.returncode == 0, execute.state.reason
+    assert [event.step for event in execute.events(Advanced)] == [0, 1, 2, 3, 4, 5, 6]
+    told = subprocess.run(
+        [sys.executable, "-m", "slurm_forge.cli.main", "explain", "x"],
+        cwd=execute.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    assert told.startswith("x   finished   step 6   "), told
+    assert "a program of its own   as far as state-3" in told
+    assert "RuntimeError: again" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_person_stops_it(execute: Exec, number: signal.Signals) -> None:
+    program = "trap 'echo saved; exit 0' TERM; touch here; while :; do sleep 0.05; done"
+    process = execute.start("--", "bash", "-c", program)
+    wait_for((execute.folder / "here").exists)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert out == "saved\n"
+    assert "stopped" in err
+    assert execute.state.status is RunStatus.STOPPED
+    assert execute.state.attempts[0].incidents[0][1].cause is Cause.STOP_REQUESTED
+    # Whoever types it again wants it to go on.
+    assert execute("--", "true").returncode == 0
+    assert execute.run.is_done()
+
+
+def test_it_insists_on_a_program_that_does_not_listen(execute: Exec) -> None:
+    """Also on what has left its process group, as torchrun's workers do."""
+    program = (
+        "trap '' TERM INT; setsid bash -c 'trap \"\" TERM; echo $$ > pid; while :; do sleep 0.05; done' "
+        "& while :; do sleep 0.05; done"
+    )
+    process = execute.start("--", "bash", "-c", program)
+    pid = execute.folder / "pid"
+    wait_for(lambda: pid.exists() and pid.read_text().strip() != "")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.1)  # what comes sooner counts as the same request, passed on twice
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    left = Path(f"/proc/{int(pid.read_text())}/stat")
+    # Where nobody reaps it, what has ended is still there as a zombie.
+    assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "starts"),
+    [
+        (["--done-exit-code=9"], "echo >> ran; exit 9", 1),
+        (["--requeue-exit-code=8"], "echo >> ran; [ $(wc -l < ran) -ge 3 ] || exit 8", 3),
+        (["--done-file=done"], "echo >> ran; touch done; exit 1", 1),
+        (["--done-pattern=^all .* done$"], "echo >> ran; echo all of it done; exit 1", 1),
+    ],
+)
+def test_how_a_program_says_that_it_is_through(
+    execute: Exec, options: list[str], command: str, starts: int
+) -> None:
+    done = execute(*options, "--", "bash", "-c", command)
+    assert done.returncode == 0, done.stderr
+    assert execute.run.is_done()
+    assert (execute.folder / "ran").read_text() == "\n" * starts
+
+
+def test_a_terminal_stays_one(execute: Exec) -> None:
+    """Colours and progress bars are for terminals: the program has one where we have one."""
+    words = [sys.executable, "-m", "slurm_forge.cli.main", "exec", "--name", "x", "--"]
+    words += ["bash", "-c", "[ -t 1 ] && [ -t 2 ] && printf 'a\\rb\\n'"]
+    done = subprocess.run(
+        ["script", "-qec", shlex.join(words), "/dev/null"],
+        cwd=execute.folder,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert b"a\rb\r\n" in done.stdout
