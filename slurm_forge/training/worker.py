@@ -392,8 +392,10 @@ class _Rank:
     def may_go_on(self, result: Result) -> bool:
         """Whether this process may be a rank of the next launch too, by its end and by policy."""
         if result.outcome is Outcome.FAILED:
-            cause = self._failed_of
-            return cause is not None and trusts_process(self._file.job.recovery, cause)
+            cause, policy = self._failed_of, self._file.job.recovery
+            if cause is Cause.NCCL_ERROR:  # it has only lost another rank
+                return trusts_process(policy)
+            return cause is not None and trusts_process(policy, cause)
         return result.outcome in (Outcome.UNWOUND, Outcome.GIVEN_UP)
 
     @property

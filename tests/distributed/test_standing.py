@@ -72,7 +72,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[i
     "recovery",
     [
         pytest.param({}, id="warm"),
-        pytest.param(IN_PROCESS, id="in_process", marks=pytest.mark.slow),
+        pytest.param({"crash": IN_PROCESS["crash"]}, id="in_process", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
