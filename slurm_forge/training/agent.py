@@ -27,7 +27,7 @@ from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
-from slurm_forge.training.agent_loop import AgentLoop, Companion
+from slurm_forge.training.agent_loop import AgentLoop
 from slurm_forge.training.descendants import (
     adopt_orphans,
     children,
@@ -123,7 +123,6 @@ class Agent:
         self._orders: list[a.Begin] = []
         self._worker: _Worker | None = None
         self._last_launch = 0
-        self._companions: list[Companion] = []
         self._why_not = ""
         self._leaving = False
         self._alone_since: float | None = None
@@ -139,15 +138,6 @@ class Agent:
         self._socket.settimeout(_CONNECT_S)
         self._say(a.AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
         self._loop.watch(self._socket.fileno(), self._heard)
-
-    def host_companion(self, companion: Companion) -> None:
-        """Have somebody else's ticks in this loop, for as long as the agent stands."""
-        self._companions.append(companion)
-
-    @property
-    def loop(self) -> AgentLoop:
-        """For companions that watch descriptors of their own."""
-        return self._loop
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -184,9 +174,6 @@ class Agent:
             ending = self._worker is not None and self._worker.ending_since is not None
             self._loop.turn(_ENDING_TICK_S if ending else _TICK_S)
             self._look_after_worker()
-            now = time.monotonic()
-            for companion in self._companions:
-                companion.tick(now)
             if self._worker is None and not self._orders and self._is_over():
                 self._exit()
 
@@ -275,8 +262,6 @@ class Agent:
         self._loop.watch(mine.fileno(), lambda: self._heard_worker(worker))
         how = "exec" if self._why_not else "fork"
         self._say(a.Begun(launch=order.launch, pid=pid, how=how))
-        for companion in self._companions:
-            companion.worker_began(pid, order.attempt, order.launch)
         return False
 
     def _go_on(self, worker: _Worker, order: a.Begin) -> None:
@@ -290,8 +275,6 @@ class Agent:
         worker.parked = worker.ours = worker.told = False
         worker.kills = read_oom_kills()
         self._say(a.Begun(launch=order.launch, pid=worker.pid, how="in_process"))
-        for companion in self._companions:
-            companion.worker_began(worker.pid, order.attempt, order.launch)
 
     # -- the worker ----------------------------------------------------------------------------
 
@@ -326,17 +309,12 @@ class Agent:
             return
         left = 0
         if worker.status is not None:
-            left = kill_children(self._kept)
+            left = kill_children()
             worker.others = max(worker.others, left)
         late = now - worker.ending_since > _END_WITHIN_S
         if (worker.status is None or left) and not late:
             return
         self._tell_end(worker, what_is_left(children()) if late else "")
-
-    @property
-    def _kept(self) -> frozenset[int]:
-        """Children that are not the worker's: none, until a companion has some."""
-        return frozenset()
 
     def _collect(self, worker: _Worker, now: float) -> None:
         try:
@@ -346,8 +324,6 @@ class Agent:
         if worker.status is not None:
             worker.ending_since = worker.ending_since or now
             worker.memory = killed_since(worker.kills, read_oom_kills()) or ""
-            for companion in self._companions:
-                companion.worker_ended()
 
     def _tell_end(self, worker: _Worker, left: str) -> None:
         if not left:

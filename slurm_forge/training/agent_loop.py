@@ -1,4 +1,4 @@
-"""The one loop of an agent: descriptors that are waited for together, and ticks in between."""
+"""The one loop of an agent: descriptors and signals that are waited for together."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ import selectors
 import signal
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
 
 from slurm_forge.signals import SAVE_SIGNALS
 
-__all__ = ["AgentLoop", "Companion"]
-
-
-class Companion(Protocol):
-    """Somebody who is with a worker for as long as it lives, hosted by its agent's loop.
-
-    It may watch descriptors of its own (``AgentLoop.watch``), and must not wait for anything.
-    """
-
-    def worker_began(self, pid: int, attempt: int, launch: int) -> None:
-        """A worker runs; for one that goes on in its process it is said again."""
-
-    def worker_ended(self) -> None:
-        """It is gone."""
-
-    def tick(self, now: float) -> None:
-        """At least once a second; ``now`` is monotonic."""
+__all__ = ["AgentLoop"]
 
 
 def _recorded(signum: int, frame: FrameType | None) -> None:

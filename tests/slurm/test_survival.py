@@ -326,14 +326,18 @@ def test_controller_down_leaves_an_intent_that_reconcile_carries_out(
 
 
 def ranks_of(watched: Watched) -> list[int]:
-    """Process ids of the ranks: workers started for this run directory."""
-    found = []
+    """Process ids of what Slurm would signal: the agents that stand for the run's ranks."""
+    found: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            worker = b"slurm_forge.training.worker" in words
-            if worker and str(watched.run.path).encode() in words:
-                found.append(int(entry.name))
-    return found
+            agent = b"slurm_forge.training.agent" in words
+            if agent and str(watched.run.path).encode() in words:
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                found[int(entry.name)] = int(status[1])
+    # What they have forked goes by the same words.
+    agents = [pid for pid, parent in found.items() if parent not in found]
+    assert agents, "no rank runs"
+    return agents

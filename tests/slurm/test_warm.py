@@ -13,7 +13,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
 from tests.distributed.standing import below, children_of
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, Way, submit
+from tests.slurm.harness import Watched, Way, submit, worker_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -101,8 +101,3 @@ def test_the_others_go_on_in_their_process(
     assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
     assert consumed(watched.run.path) == uninterrupted[1]
     assert watched.digest() == uninterrupted[0]
-
-
-def worker_of(agent: int) -> int:
-    (worker,) = children_of(agent)
-    return worker

@@ -185,9 +185,9 @@ def test_a_requeue_at_slurms_default_delay(slurm_directory: Path, tmp_path: Path
             name="soon",
             nodes=1,
             partition="normal",
-            args={"steps": 40, "pace": 0.05},
+            args={"steps": 120, "pace": 0.2, "later_pace": 0.0},
         )
-        watched.wait_step(10)
+        watched.wait_step(20)
         for rank in ranks_of(watched):
             os.kill(rank, signal.SIGTERM)
         state = watched.wait(lambda s: len(s.attempts) == 2, 45, "the second attempt")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.testing.cluster.processes import ProcessRef, kill
+from tests.slurm.harness import worker_of
 
 __all__ = ["STEP", "Fault", "Preparation", "Target", "runs_folder"]
 
@@ -202,7 +204,7 @@ def _frozen(target: Target, which: Callable[[Target], str]) -> None:
 def rank_killed(target: Target) -> None:
     """SIGKILL to one rank, by nobody who would say so."""
     target.wait_step(STEP)
-    kill(target.cluster.tasks(target.job)[1], signal.SIGKILL)
+    os.kill(worker_of(target.cluster.tasks(target.job)[1].pid), signal.SIGKILL)
 
 
 def batch_shell_killed(target: Target) -> None:
