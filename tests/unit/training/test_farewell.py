@@ -20,9 +20,10 @@ from slurm_forge.recovery.dumps import find_dump
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.run_directory.last_words import read_last_words
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training import worker
 from slurm_forge.training.farewell import last_words_of, leave_behind
-from slurm_forge.training.worker import RankPlace
+from slurm_forge.training.kept import Channel
+from slurm_forge.training.place import RankPlace
+from slurm_forge.training.rank import Rank
 
 NONCE = "n" * 16
 
@@ -97,7 +98,7 @@ def test_the_fault_handler_leaves_notices_alone(run: RunDirectory) -> None:
     code = (
         "import os, signal, threading\n"
         "heard = threading.Event()\n"
-        "w._Notices.seen = lambda self, number: (print(number.name, flush=True), heard.set())\n"
+        "w.Notices.seen = lambda self, number: (print(number.name, flush=True), heard.set())\n"
         "def no(file):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    heard.wait(30)\n"
@@ -128,14 +129,14 @@ def hub_that_welcomes_and_dies() -> Iterator[int]:
         thread.join()
 
 
-def rank_of(run: RunDirectory, channel: worker._Channel) -> worker._Rank:
+def rank_of(run: RunDirectory, channel: Channel) -> Rank:
     place = RankPlace(rank=2, local_rank=0, world_size=4, job="1", restart_count=0)
     file: RunFile = None  # type: ignore[assignment]
-    return worker._Rank(run, place, file, channel, NONCE, 0.0)
+    return Rank(run, place, file, channel, NONCE, 0.0)
 
 
-def channel_at(port: int, gone: threading.Event) -> worker._Channel:
-    return worker._Channel(
+def channel_at(port: int, gone: threading.Event) -> Channel:
+    return Channel(
         rank=2,
         world_size=4,
         nonce=NONCE,

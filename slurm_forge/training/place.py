@@ -1,0 +1,84 @@
+"""Which rank of how many a process is: from a Slurm step, submitit, torchrun, or alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from slurm_forge.knobs import LocalRanks
+from slurm_forge.slurm.environment import SlurmEnvironment
+
+__all__ = ["RankPlace", "place_from_environ", "place_of_script"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank of how many this process is, and the job it belongs to.
+
+    ``node`` is what Slurm calls the machine: a host may know itself by another name.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    job: str
+    restart_count: int
+    node: str = ""
+    #: Whether it is the first one on the second node of the step.
+    leads_second_node: bool = False
+
+    @property
+    def host(self) -> str:
+        """The name of the machine for evidence, and for leaving it out."""
+        return self.node or socket.gethostname()
+
+
+def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
+    """From a Slurm step, else from submitit's local executor, torchrun, or a single process."""
+    slurm = SlurmEnvironment.from_environ(environ)
+    local = LocalRanks.from_environ(environ)
+    if slurm is not None and slurm.procid is not None and "SUBMITIT_LOCAL_JOB_ID" not in environ:
+        return RankPlace(
+            rank=slurm.procid,
+            local_rank=slurm.localid or 0,
+            world_size=slurm.ntasks or 1,
+            job=slurm.job_ref,
+            restart_count=slurm.restart_count,
+            node=slurm.node_name or "",
+            leads_second_node=slurm.nodeid == 1 and slurm.localid == 0,
+        )
+    return RankPlace(
+        rank=local.rank,
+        local_rank=local.local_rank,
+        world_size=local.world_size,
+        job=local.job,
+        restart_count=0,
+    )
+
+
+def place_of_script(environ: Mapping[str, str]) -> RankPlace:
+    """Of a script that was started by torchrun, by srun, or by neither: then it is alone.
+
+    A batch step has SLURM_PROCID and SLURM_NTASKS too, and torchrun's workers inherit those of the
+    task that torchrun runs in.
+    """
+    slurm, local = SlurmEnvironment.from_environ(environ), LocalRanks.from_environ(environ)
+    found = place_from_environ(environ)
+    if slurm is None:
+        return found if local.torchrun else replace(found, job=f"{local.job}-{os.getpid()}")
+    if local.torchrun or slurm.step_id is None:
+        alone = not local.torchrun
+        found = replace(
+            found,
+            rank=0 if alone else local.rank,
+            local_rank=0 if alone else local.local_rank,
+            world_size=1 if alone else local.world_size,
+        )
+    return replace(
+        found,
+        job=slurm.job_ref,
+        restart_count=slurm.restart_count,
+        node=slurm.node_name or "",
+    )
