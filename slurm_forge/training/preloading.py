@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +33,8 @@ _NEEDED = (
     # Imported by the first step of any optimizer of torch's: most of a second.
     "torch._dynamo",
 )
+#: A thread that was joined is still there for a moment.
+_THREADS_GO_S = 0.5
 #: Read once, when the library is loaded.  OpenMP's and MKL's threads start with the first work.
 _LIMITS = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS")
 _SETTERS = (
@@ -76,13 +79,21 @@ def _one_thread(environ: Mapping[str, str]) -> Iterator[None]:
 
 def why_not_forkable() -> str:
     """Why this process must not be forked into a worker; empty where it may be."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
+    until = time.monotonic() + _THREADS_GO_S
+    while (
+        threads := len(list(Path("/proc/self/task").iterdir()))
+    ) != 1 and time.monotonic() < until:
+        time.sleep(0.001)
     if threads != 1:
         return f"{threads} threads are left by what was imported"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised by what was imported"
     return ""
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def give_threads_back(environ: Mapping[str, str]) -> None:

@@ -61,3 +61,12 @@ def test_a_process_with_threads_is_not_forked() -> None:
     finally:
         let_go.set()
         other.join()
+
+
+def test_a_thread_that_was_just_joined_is_none() -> None:
+    """It is there for a moment longer: every third time, for who looks at once."""
+    for _ in range(50):
+        other = threading.Thread(target=int)
+        other.start()
+        other.join()
+        assert why_not_forkable() == ""
