@@ -50,6 +50,9 @@ _ENDING_TICK_S = 0.005
 _END_WITHIN_S = 3.0
 #: The supervisor is gone: rank 0 may have become its deputy, who asks Slurm for less than this.
 _ALONE_S = 60.0
+#: The first rank of the second node may be the deputy of a lost node, who waits until Slurm has
+#: given that one up (``launch.second_deputy``: 20 minutes), and asks then.
+_ALONE_SECOND_S = 22 * 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +116,10 @@ class Agent:
         channel: str,
         nonce: str,
         variables: Mapping[str, str],
+        leads_second_node: bool = False,
     ) -> None:
         self._program = program
+        self._alone_s = _ALONE_SECOND_S if leads_second_node else _ALONE_S
         self._variables = variables
         self._nonce = nonce
         self._loop = AgentLoop(self._signalled)
@@ -125,6 +130,7 @@ class Agent:
         self._last_launch = 0
         self._why_not = ""
         self._leaving = False
+        self._welcomed = False
         self._alone_since: float | None = None
         hosts, port = parse_addresses(channel)
         try:
@@ -192,7 +198,7 @@ class Agent:
             data = self._socket.recv(1 << 16)
         except OSError:
             data = b""
-        if not data:
+        if not data or len(self._buffer) > p.LINE_LIMIT:
             # The supervisor is gone, or the way to it.  The worker sees the same on its own channel
             # and leaves; rank 0 may turn into the deputy, whose parent this is: it is left alone.
             self._loop.forget(self._socket.fileno())
@@ -207,8 +213,12 @@ class Agent:
                 sys.stderr.write(f"slurm_forge: {error}\n")
 
     def _take(self, message: p.Message) -> None:
+        if self._leaving:
+            return
         match message:
-            case a.AgentWelcome() if not p.same_nonce(message.nonce, self._nonce):
+            case a.AgentWelcome() if p.same_nonce(message.nonce, self._nonce):
+                self._welcomed = True
+            case _ if not self._welcomed:  # whoever that is, it is not who started this step
                 self._loop.forget(self._socket.fileno())
                 self._leaving = True
             case a.Begin():
@@ -303,7 +313,7 @@ class Agent:
         if worker.status is None:
             self._collect(worker, now)
         alone = self._alone_since
-        if alone is not None and (worker.parked or now - alone > _ALONE_S):
+        if alone is not None and (worker.parked or now - alone > self._alone_s):
             self._end_worker(worker.launch)
         if worker.ending_since is None:
             return
@@ -416,6 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             channel=knobs.agents,
             nonce=knobs.agents_nonce,
             variables=variables,
+            leads_second_node=environment.nodeid == 1 and environment.localid == 0,
         )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

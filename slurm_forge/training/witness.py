@@ -184,7 +184,7 @@ class Witness:
             data = connection.recv(1 << 16)
         except OSError:
             data = b""
-        if not data:
+        if not data or len(self._buffer) > p.LINE_LIMIT:
             self._lose()
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")

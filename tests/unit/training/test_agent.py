@@ -1,0 +1,140 @@
+"""A real agent and a made-up supervisor: whom it obeys, and how long a worker outlives that one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.control import agents as a
+from slurm_forge.control import protocol as p
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch import second_deputy
+from slurm_forge.training import agent as agent_module
+
+NONCE = "n" * 32
+WITHIN_S = 20.0
+#: Imports nothing large; its workers wait for ever.
+_AGENT = """
+    import sys, time
+    from slurm_forge.training import agent
+    agent.preload = lambda variables, more: ""
+    agent._ALONE_S = 0.3
+    agent.Program.go = lambda self, parking: time.sleep(300)
+    sys.exit(agent.main(["run"]))
+"""
+ORDER = a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
+
+
+class Supervisor:
+    """The other end of the agents' channel."""
+
+    def __init__(self, **variables: str) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(WITHIN_S)
+        knobs = Knobs(agents=f"127.0.0.1:{self.server.getsockname()[1]}", agents_nonce=NONCE)
+        step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
+        self.agent = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_AGENT)],
+            env={**os.environ, **step, "SLURM_NTASKS": "2", **variables, **knobs.to_environ()},
+        )
+        self.channel, _ = self.server.accept()
+        self.channel.settimeout(WITHIN_S)
+
+    def say(self, *messages: p.Message) -> None:
+        self.channel.sendall(b"".join(map(p.encode, messages)))
+
+    def begun(self) -> int:
+        """The process id of the worker, once it is begun."""
+        buffer = b""
+        while True:
+            data = self.channel.recv(1 << 16)
+            assert data, "the agent has gone"
+            *lines, buffer = (buffer + data).split(b"\n")
+            for message in map(a.decode_agents, lines):
+                if isinstance(message, a.Begun):
+                    return message.pid
+
+    def close(self) -> None:
+        self.channel.close()
+        self.server.close()
+        self.agent.kill()
+        self.agent.wait()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Callable[..., Supervisor]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(**variables: str) -> Supervisor:
+            made = Supervisor(**variables)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def test_it_forks_for_who_knows_the_nonce(supervisor: Callable[..., Supervisor]) -> None:
+    ours = supervisor()
+    ours.say(a.AgentWelcome(nonce=NONCE), ORDER)
+    assert Path(f"/proc/{ours.begun()}").exists()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param((a.AgentWelcome(nonce="guessed"), ORDER), id="a wrong nonce"),
+        pytest.param((ORDER,), id="no nonce"),
+    ],
+)
+def test_it_begins_nothing_for_anybody_else(
+    supervisor: Callable[..., Supervisor], said: tuple[p.Message, ...]
+) -> None:
+    stranger = supervisor()
+    stranger.say(*said)
+    with pytest.raises(AssertionError, match="gone"):
+        stranger.begun()
+    assert stranger.agent.wait(WITHIN_S) == 0
+
+
+def test_a_line_without_an_end_is_not_kept(supervisor: Callable[..., Supervisor]) -> None:
+    endless = supervisor()
+    endless.say(a.AgentWelcome(nonce=NONCE))
+    with contextlib.suppress(ConnectionError):
+        for _ in range(8):
+            endless.channel.sendall(b"x" * p.LINE_LIMIT)
+    assert endless.agent.wait(WITHIN_S) == 0
+
+
+def test_the_deputy_of_a_lost_node_is_left_alone_for_longer(
+    supervisor: Callable[..., Supervisor],
+) -> None:
+    """Slurm takes minutes to give a node up, and only then can the deputy do anything."""
+    assert timedelta(seconds=agent_module._ALONE_SECOND_S) > second_deputy.PATIENCE
+    ranks = {
+        "any": supervisor(SLURM_NODEID="1", SLURM_LOCALID="1"),
+        "second": supervisor(SLURM_NODEID="1", SLURM_LOCALID="0"),
+    }
+    workers = {}
+    for name, each in ranks.items():
+        each.say(a.AgentWelcome(nonce=NONCE), ORDER)
+        workers[name] = Path(f"/proc/{each.begun()}")
+    for each in ranks.values():
+        each.channel.close()
+    until = time.monotonic() + WITHIN_S
+    while workers["any"].exists():
+        assert time.monotonic() < until, "nobody ended the worker"
+        time.sleep(0.01)
+    assert workers["second"].exists()
+    assert ranks["any"].agent.wait(WITHIN_S) == 0
+    time.sleep(1.2)  # the agent looks once a second
+    assert workers["second"].exists()
