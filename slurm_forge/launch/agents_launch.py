@@ -83,7 +83,9 @@ class AgentsLaunch:
         if len(ends) == self._agents.world_size:
             return self._all_ended(ends, bad, now)
         if self._agent_gone_at is not None and now - self._agent_gone_at > _SRUN_S:
-            if len(ends) + sum(not agent.connected for agent in known.values()) >= len(known):
+            gone = [agent for agent in known.values() if not agent.connected]
+            never_begins = any(agent.begun < self._launch for agent in gone)
+            if never_begins or len(ends) + len(gone) >= len(known):
                 self._step.kill()
         elif bad and now - bad[0].at > self._patience_s and self._killed_at is None:
             self.kill()

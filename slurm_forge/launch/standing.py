@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +89,8 @@ class StandingStep:
         self._options: StepOptions | None = None
         self._current: AgentsLaunch | None = None
         self._hub: Hub | None = None
+        #: Signals that agents got while no launch was on: the next one on them hears of it.
+        self._early: list[Said] = []
 
     def stands_for(self, options: StepOptions, world_size: int) -> bool:
         """Whether the agents of the launch before can start another one with these options."""
@@ -158,12 +159,16 @@ class StandingStep:
             self._step, self._agents, hub, knobs.launch, unwinds=self._unwinds
         )
         self._agents.begin(order)
+        early, self._early = self._early, []
+        for said in early:
+            hub.events.put(said)
         return self._current
 
     def leave(self) -> None:
         """Every rank and every agent is gone before another step, or another attempt, may begin."""
         step, agents = self._step, self._agents
         self._step = self._agents = self._current = self._options = None
+        self._early = []  # the end of a step is a signal for its agents, too
         if agents is not None:
             agents.leave()
         if step is not None and step.wait(_SRUN_RETURNS_S) is None:
@@ -174,7 +179,8 @@ class StandingStep:
 
     def _noticed(self, rank: int, what: str) -> None:
         """Slurm signals direct children only: what an agent got is what its rank is told of."""
-        hub = self._hub
-        if hub is not None:
-            with contextlib.suppress(OSError):
-                hub.events.put(Said(rank, p.Notice(what=what)))
+        hub, said = self._hub, Said(rank, p.Notice(what=what))
+        if hub is None or hub.over:
+            self._early.append(said)
+        else:
+            hub.events.put(said)

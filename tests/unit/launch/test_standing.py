@@ -17,8 +17,10 @@ from slurm_forge.control import agents as a
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.agents_hub import AgentsHub
+from slurm_forge.control.hub import Said
+from slurm_forge.knobs import Knobs
 from slurm_forge.launch.agents_launch import AgentsLaunch
-from slurm_forge.launch.standing import with_agent
+from slurm_forge.launch.standing import StandingStep, StepOptions, with_agent
 from slurm_forge.recovery.launch_facts import LaunchFacts
 from slurm_forge.recovery.warmth import start_after
 from slurm_forge.spec import job_from_mapping
@@ -111,6 +113,9 @@ class Step:
 
     def tail(self) -> str:
         return self.text
+
+    def forget_tail(self) -> None:
+        self.text = ""
 
 
 @dataclass
@@ -295,3 +300,37 @@ def test_who_has_not_begun_when_the_launch_is_over_need_not(world: World) -> Non
     second.poll()
     until(lambda: all(rank.hears(a.End) for rank in world.ranks), "the order to end")
     channel.close()
+
+
+def test_who_can_not_begin_any_more_is_not_waited_for(world: World) -> None:
+    """The others would meet it in vain for a quarter of an hour."""
+    agents = world.agents
+    channel = Hub(world_size=2, nonce="y" * 32)
+    agents.begin(
+        a.Begin(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=True)
+    )
+    second = AgentsLaunch(world.step, agents, channel, 2, clock=lambda: world.now[0])  # type: ignore[arg-type]
+    world.ranks[1].say(a.Begun(launch=2, pid=7, how="fork"))
+    until(lambda: agents.agents()[1].begun == 2, "one to begin")
+    world.ranks[0].socket.close()
+    until(lambda: not agents.agents()[0].connected, "the other to go")
+    assert second.poll() is None
+    world.now[0] += 9.0
+    assert second.poll() is None
+    assert not world.step.killed, "srun may have something to say first"
+    world.now[0] += 2.0
+    second.poll()
+    assert world.step.killed
+    channel.close()
+
+
+def test_a_signal_between_two_launches_is_for_the_next_on_these_agents(world: World) -> None:
+    standing = StandingStep("/runs/x")
+    standing._agents, standing._step, standing._hub = world.agents, world.step, world.channel  # type: ignore[assignment]
+    world.channel.abort("the launch is over")
+    standing._noticed(1, "SIGTERM")
+    hub = Hub(world_size=2, nonce="y" * 32)
+    options = StepOptions(payload=("python",), options=(), tasks=None)
+    standing.begin(options, Start.WARM, hub=hub, knobs=Knobs(launch=2), variables={}, again=False)
+    assert hub.events.get_nowait() == Said(1, p.Notice(what="SIGTERM"))
+    hub.close()
