@@ -13,19 +13,36 @@ __all__ = ["BatchSignals"]
 
 @dataclass(slots=True)
 class BatchSignals:
-    """The conductor that signals for the batch step go to."""
+    """Passes signals for the batch step on to the conductor of the launch that is on."""
 
-    conductor: Conductor | None = None
-    early: list[str] | None = None
+    early: tuple[str, ...] = ()
+    _conductor: Conductor | None = None
     _seen: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def signal(self, signal: Signals) -> None:
         """One has come: for the launch that is on, else for the next."""
-        if self.conductor is not None:
-            self.conductor.signal(signal.name)
-        else:
-            self.early = [*(self.early or []), signal.name]
-            self._seen.set()
+        with self._lock:
+            if self._conductor is not None:
+                self._conductor.signal(signal.name)
+            else:
+                self.early = (*self.early, signal.name)
+                self._seen.set()
+
+    def begin(self, conductor: Conductor) -> None:
+        """A launch is on, which hears of what came before it, too."""
+        with self._lock:
+            self._conductor = conductor
+            for name in self.early:
+                conductor.signal(name)
+            self.early = ()
+
+    def end(self) -> None:
+        """It is over; what its conductor did not look at any more is for the next."""
+        with self._lock:
+            if self._conductor is not None:
+                self.early = (*self.early, *self._conductor.unheard())
+            self._conductor = None
 
     def wait(self, seconds: float) -> None:
         """Between two launches; a signal is acted on at once, by the next of them."""

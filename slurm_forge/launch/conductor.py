@@ -39,6 +39,7 @@ _FILES_EVERY_S = 1.0
 _ASK_AGAIN_S = 5.0
 #: How long the last question to Slurm may hold up what comes after the launch.
 _LAST_QUERY_S = 3.0
+_LAST_QUERIES = 2
 
 
 class Conductor:
@@ -96,6 +97,14 @@ class Conductor:
     def signal(self, name: str) -> None:
         """The batch step itself got a signal."""
         self._signals.put(name)
+
+    def unheard(self) -> tuple[str, ...]:
+        """Signals for the batch step that nobody has acted on; whoever asks has to."""
+        names = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                names.append(self._signals.get_nowait())
+        return tuple(names)
 
     def hear(self, name: str, source: str) -> None:
         """Tasks of the job got a signal, as somebody beside the ranks says."""
@@ -243,15 +252,7 @@ class Conductor:
 
     def _look(self) -> None:
         now = self._clock()
-        while True:
-            try:
-                name = self._signals.get_nowait()
-            except queue.Empty:
-                break
-            if not self._seen.batch_signals or self._seen.batch_signals[-1] != name:
-                self._note(NoticeSeen(what=name, source="batch step"))
-            self._seen.batch_signals.append(name)
-            self._ask_stop(name)
+        self._take_signals()
         with contextlib.suppress(queue.Empty):
             name, source = self._heard.get_nowait()
             if self._seen.ending_since is None:
@@ -282,6 +283,16 @@ class Conductor:
                     self._end()
         self._watch_for_stalls(now)
         self._ending.look(now)
+
+    def _take_signals(self) -> bool:
+        """Whether the batch step got any since the last time."""
+        names = self.unheard()
+        for name in names:
+            if not self._seen.batch_signals or self._seen.batch_signals[-1] != name:
+                self._note(NoticeSeen(what=name, source="batch step"))
+            self._seen.batch_signals.append(name)
+            self._ask_stop(name)
+        return bool(names)
 
     def _watch_for_stalls(self, now: float) -> None:
         """Not once the launch is ending: a stop that does not come has its own deadline."""
@@ -426,10 +437,13 @@ class Conductor:
         known = preempted and not self._seen.batch_signals
         if self._seen.is_finished or self._seen.deadline_passed or known:
             return  # nothing to learn, or no time left for it
-        if not self._watch.asking:
-            self._watch.ask()
-        until = self._clock() + _LAST_QUERY_S
-        while self._watch.asking and self._clock() < until:
+        for _ in range(_LAST_QUERIES):
+            if not self._watch.asking:
+                self._watch.ask()
+            until = self._clock() + _LAST_QUERY_S
+            while self._watch.asking and self._clock() < until:
+                self._take_record(self._clock())
+                time.sleep(_TICK_S)
             self._take_record(self._clock())
-            time.sleep(_TICK_S)
-        self._take_record(self._clock())
+            if not self._take_signals():
+                return  # else the answer may be from before the signal

@@ -309,13 +309,10 @@ class _Supervisor:
                 launched=launched,
                 only_warns=attempt.only_warns,
             )
-            self._current.conductor = conductor
-            for name in self._current.early or ():
-                conductor.signal(name)
-            self._current.early = None
+            self._current.begin(conductor)
             return conductor.watch()
         finally:
-            self._current.conductor = None
+            self._current.end()
             # Else rank 0 would take the end of the channel for ours.
             hub.abort("the launch is over")
             hub.close()

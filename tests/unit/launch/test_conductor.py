@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from slurm_forge.errors import ControlChannelError, SlurmUnreachableError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.launch import conductor as conductor_module
 from slurm_forge.launch import ending as ending_module
 from slurm_forge.launch import pace as pace_module
+from slurm_forge.launch.batch_signals import BatchSignals
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.timing import Timing
@@ -318,6 +321,41 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stage = Stage(run, 2)
     yield stage
     stage.close()
+
+
+# -- the end of a launch, and signals --------------------------------------------------------------
+
+
+def test_a_signal_while_slurm_is_asked_for_its_last_word_is_heard(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Slurm is asked again: its answer may be from before."""
+    monkeypatch.setattr(conductor_module, "_LAST_QUERY_S", WITHIN_S * SPEED)
+    stage.start()
+    slurm = stage.slurm
+    slurm.open.clear()
+    asked = slurm.asked
+    stage.ranks[1].die()
+    until(lambda: slurm.asked > asked, "the last question")
+    ending = replace(RUNNING, state=JobState.CANCELLED, end_time=stage.clock.now())
+    stage.conductor.signal("SIGTERM")
+    slurm.answer = ending
+    slurm.open.set()
+    facts = stage.end()
+    assert facts.batch_signals == ("SIGTERM",)
+    assert facts.job_now == ending
+
+
+def test_a_signal_that_a_conductor_does_not_hear_is_for_the_next(stage: Stage) -> None:
+    stage.start()
+    signals = BatchSignals()
+    signals.signal(Signals.SIGUSR1)
+    signals.begin(stage.conductor)
+    assert stage.cause() is not Cause.CRASH
+    signals.signal(Signals.SIGTERM)
+    signals.end()
+    signals.signal(Signals.SIGUSR2)
+    assert signals.early == ("SIGTERM", "SIGUSR2")
 
 
 # -- stopping ------------------------------------------------------------------------------------
