@@ -222,7 +222,9 @@ class Watchdog:
         if known is None or known[0] != place:
             known = self._places[member.rank] = (place, now)
         since = now - max(known[1], self._fresh_from)
-        kind = member.phase if member.begun > 2 else f"first {member.phase}"
+        # Of a phase of the program's own its length is not known: witnesses tell of its parts.
+        plain = member.begun > 2 and member.phase in ("train", "data", "save")
+        kind = member.phase if plain else f"first {member.phase}"
         silent = now - max(member.heard, self._fresh_from) > _SILENT_S
         return RankView(
             rank=member.rank,

@@ -32,6 +32,7 @@ class Rank:
     cpu: float = 0.0
     busy: bool = False
     silent: bool = False
+    poll: int = 0
     stack: str = '  File "/a/train.py", line 1, in train\n'
 
     def go(self, now: float, **to: object) -> None:
@@ -122,8 +123,8 @@ class Scene:
 
     def speak(self, r: Rank) -> None:
         pulse = p.Pulse(
-            turn=0, step=r.step, begun=r.step + 1, phase_no=0, poll=0, phase=r.phase, kind=r.kind,
-            since_s=self.now - r.moved, mute_s=0.0, state=r.state, cpu_s=r.cpu,
+            turn=0, step=r.step, begun=r.step + 1, phase_no=int(r.poll > 0), poll=r.poll,
+            phase=r.phase, kind=r.kind, since_s=self.now - r.moved, mute_s=0.0, state=r.state, cpu_s=r.cpu,
         )  # fmt: skip
         self.views[r.rank] = WitnessView(
             rank=r.rank, host=f"n{r.rank}", heard=self.now, pulse=pulse
@@ -243,6 +244,22 @@ def test_a_witness_that_died_is_replaced_by_heartbeats() -> None:
             r.go(made.now, step=r.step + 1)
     (told,) = made.pass_time(700.0)  # and now they stand still
     assert told.since_s > 30
+
+
+def test_a_long_evaluation_without_a_witness_is_no_hang() -> None:
+    """Heartbeats don't tell how often an evaluation has looked around, which others do."""
+    made = scene()
+    made.train(10, 1.0)
+    for r in made.ranks:
+        r.go(made.now, phase="eval", kind="eval")
+    made.views[1] = replace(made.views[1], connected=False)
+    made.ranks[1].silent = True
+    made.heard = lambda rank: made.now  # type: ignore[method-assign]
+    for poll in range(1, 600):
+        assert made.pass_time(1.0) == []
+        for r in (made.ranks[0], made.ranks[2]):
+            made.dog.hear(r.rank, p.Lasted(kind="eval", seconds=1.0))
+            r.go(made.now, poll=poll)
 
 
 def test_ranks_that_said_goodbye_are_not_waited_for() -> None:
