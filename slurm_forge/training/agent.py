@@ -293,6 +293,8 @@ class Agent:
             self._loop.forget(worker.parking.fileno())
         if worker.parking.waits and not worker.parked and worker.ending_since is None:
             worker.parked, worker.told = True, True
+            # A data-loader worker of it may have been killed for memory: it has only unwound.
+            worker.memory = killed_since(worker.kills, read_oom_kills()) or ""
             self._say(_ended(worker, ""))
 
     def _end_worker(self, launch: int) -> None:

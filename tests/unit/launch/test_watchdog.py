@@ -124,7 +124,8 @@ class Scene:
     def speak(self, r: Rank) -> None:
         pulse = p.Pulse(
             turn=0, step=r.step, begun=r.step + 1, phase_no=int(r.poll > 0), poll=r.poll,
-            phase=r.phase, kind=r.kind, since_s=self.now - r.moved, mute_s=0.0, state=r.state, cpu_s=r.cpu,
+            phase=r.phase, kind=r.kind, since_s=self.now - r.moved, mute_s=0.0, state=r.state,
+            cpu_s=r.cpu,
         )  # fmt: skip
         self.views[r.rank] = WitnessView(
             rank=r.rank, host=f"n{r.rank}", heard=self.now, pulse=pulse

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -21,15 +22,18 @@ from slurm_forge.knobs import Knobs
 from slurm_forge.launch import second_deputy
 from slurm_forge.training import agent as agent_module
 
+Heard = TypeVar("Heard", bound=p.Message)
 NONCE = "n" * 32
 WITHIN_S = 20.0
 #: Imports nothing large; its workers wait for ever.
 _AGENT = """
-    import sys, time
+    import itertools, sys, time
     from slurm_forge.training import agent
+    kills = itertools.count()
     agent.preload = lambda variables, more: ""
     agent._ALONE_S = 0.3
-    agent.Program.go = lambda self, parking: time.sleep(300)
+    agent.Program.go = lambda self, parking: {go}
+    agent.read_oom_kills = lambda: agent.OomKills(group=next(kills), source="memory.events")
     sys.exit(agent.main(["run"]))
 """
 ORDER = a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
@@ -38,31 +42,37 @@ ORDER = a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_p
 class Supervisor:
     """The other end of the agents' channel."""
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(self, go: str = "time.sleep(300)", **variables: str) -> None:
         self.server = socket.create_server(("127.0.0.1", 0))
         self.server.settimeout(WITHIN_S)
         knobs = Knobs(agents=f"127.0.0.1:{self.server.getsockname()[1]}", agents_nonce=NONCE)
         step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
         self.agent = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(_AGENT)],
+            [sys.executable, "-c", textwrap.dedent(_AGENT).format(go=go)],
             env={**os.environ, **step, "SLURM_NTASKS": "2", **variables, **knobs.to_environ()},
         )
         self.channel, _ = self.server.accept()
         self.channel.settimeout(WITHIN_S)
+        self.buffer = b""
 
     def say(self, *messages: p.Message) -> None:
         self.channel.sendall(b"".join(map(p.encode, messages)))
 
+    def hears(self, kind: type[Heard]) -> Heard:
+        """The next message of that kind."""
+        while True:
+            while b"\n" not in self.buffer:
+                data = self.channel.recv(1 << 16)
+                assert data, "the agent has gone"
+                self.buffer += data
+            line, _, self.buffer = self.buffer.partition(b"\n")
+            message = a.decode_agents(line)
+            if isinstance(message, kind):
+                return message
+
     def begun(self) -> int:
         """The process id of the worker, once it is begun."""
-        buffer = b""
-        while True:
-            data = self.channel.recv(1 << 16)
-            assert data, "the agent has gone"
-            *lines, buffer = (buffer + data).split(b"\n")
-            for message in map(a.decode_agents, lines):
-                if isinstance(message, a.Begun):
-                    return message.pid
+        return self.hears(a.Begun).pid
 
     def close(self) -> None:
         self.channel.close()
@@ -104,6 +114,17 @@ def test_it_begins_nothing_for_anybody_else(
     with pytest.raises(AssertionError, match="gone"):
         stranger.begun()
     assert stranger.agent.wait(WITHIN_S) == 0
+
+
+def test_memory_is_told_of_a_worker_that_waits_for_the_next_launch_too(
+    supervisor: Callable[..., Supervisor],
+) -> None:
+    """Its data-loader worker was killed for memory, and it has unwound."""
+    ours = supervisor(go="parking.wait()")
+    ours.say(a.AgentWelcome(nonce=NONCE), ORDER)
+    said = ours.hears(a.Ended)
+    assert said.parked
+    assert said.memory == "oom_kill from 0 to 1 in memory.events"
 
 
 def test_a_line_without_an_end_is_not_kept(supervisor: Callable[..., Supervisor]) -> None:
