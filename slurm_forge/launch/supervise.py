@@ -7,7 +7,6 @@ nothing of bash's.  Imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from slurm_forge.control import Hub
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
-from slurm_forge.files import read_trusted
 from slurm_forge.journal import RunState
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
@@ -40,6 +38,7 @@ from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.which_run import run_of_arguments
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.slurm_says import is_ending
@@ -54,7 +53,6 @@ from slurm_forge.vocabulary.decision import Action, Decision, Start
 
 __all__ = ["main", "supervise"]
 
-_SCRIPT = "job.sbatch"
 _LONGEST_PAUSE_S = 120.0
 #: Time is short, and no node is to blame.
 _URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
@@ -351,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         split = arguments.index("--")
         arguments, payload = arguments[:split], arguments[split + 1 :]
     try:
-        run, via, script = _arguments(arguments)
+        run, via, script = run_of_arguments(arguments)
         environment = SlurmEnvironment.from_environ(os.environ)
         if environment is None:
             raise ForgeError(
@@ -372,40 +370,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1
-
-
-def _arguments(arguments: list[str]) -> tuple[RunDirectory, str, Path | None]:
-    options = {"--via": "sbatch", "--script": "", "--array": ""}
-    places: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument in options:
-            options[argument] = next(rest, "")
-        else:
-            places.append(argument)
-    if options["--array"]:
-        places.append(_array_run(Path(options["--array"])))
-    if len(places) != 1:
-        raise ForgeError(
-            f"expected one run directory, got {places}",
-            next_step="python -m slurm_forge.launch.supervise RUN [-- COMMAND …]",
-        )
-    run = RunDirectory.existing(places[0])
-    script = Path(options["--script"]) if options["--script"] else run.submissions / _SCRIPT
-    return run, options["--via"], script if script.is_file() else None
-
-
-def _array_run(index: Path) -> str:
-    """The run of this array task, from the list that was written at submission."""
-    environment = SlurmEnvironment.from_environ(os.environ)
-    task = None if environment is None else environment.array_task_id
-    runs = json.loads(read_trusted(index, 1 << 24))
-    if task is None or not isinstance(runs, list) or not 0 <= task < len(runs):
-        raise ForgeError(
-            f"array task {task} has no run in {index}",
-            next_step="Submit the array again; the list was written for another one.",
-        )
-    return str(runs[task])
 
 
 if __name__ == "__main__":
