@@ -152,17 +152,27 @@ class AgentsHub:
     # -- the serving thread --------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._closing:
-            for key, _ in self._selector.select(timeout=_TICK_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is not self._waker:
-                    self._receive(key.fd)
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            # However this thread ends, agents that nobody listens to must not wait for ever: they
+            # see the end of the channel, and whoever waits for the launch that they are gone.
             with self._lock:
-                now = self._clock()
                 for peer in list(self._peers.values()):
-                    if peer.rank is None and now - peer.since > _HELLO_WITHIN_S:
-                        self._drop(peer)
+                    self._drop(peer)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(timeout=_TICK_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is not self._waker:
+                self._receive(key.fd)
+        with self._lock:
+            now = self._clock()
+            for peer in list(self._peers.values()):
+                if peer.rank is None and now - peer.since > _HELLO_WITHIN_S:
+                    self._drop(peer)
 
     def _accept(self) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 
 from slurm_forge.control import agents as a
@@ -21,7 +20,6 @@ class ParkingPlace:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._owner = os.getpid()
 
     def wait(self) -> a.Begin | None:
         """Say that nothing of the launch is left, and wait; None where there is nothing to come."""

@@ -334,3 +334,18 @@ def test_a_signal_between_two_launches_is_for_the_next_on_these_agents(world: Wo
     standing.begin(options, Start.WARM, hub=hub, knobs=Knobs(launch=2), variables={}, again=False)
     assert hub.events.get_nowait() == Said(1, p.Notice(what="SIGTERM"))
     hub.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_agents_that_nobody_listens_to_any_more_are_known_to_be_gone() -> None:
+    def fails(rank: int, what: str) -> None:
+        raise RuntimeError(f"{what} of rank {rank}")
+
+    agents = AgentsHub(world_size=1, nonce="n" * 32, on_notice=fails)
+    rank = Scripted(agents, 0)
+    until(lambda: rank.hears(a.AgentWelcome), "the welcome")
+    rank.say(a.Noticed(what="SIGTERM"))
+    until(lambda: not agents.agents()[0].connected, "the end of the connection")
+    rank.socket.settimeout(WITHIN_S)
+    assert rank.socket.recv(100) == b""
+    agents.close()
