@@ -24,6 +24,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
 from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
+from slurm_forge.launch.questions import Questions
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.timing import Timing
 from slurm_forge.launch.watchdog import Watchdog
@@ -35,11 +36,6 @@ __all__ = ["Conductor"]
 
 _TICK_S = 0.05
 _FILES_EVERY_S = 1.0
-#: While a stop is under way and Slurm has not said yet when the job ends.
-_ASK_AGAIN_S = 5.0
-#: How long the last question to Slurm may hold up what comes after the launch.
-_LAST_QUERY_S = 3.0
-_LAST_QUERIES = 2
 
 
 class Conductor:
@@ -81,7 +77,7 @@ class Conductor:
         self._ending = Ending(hub, self._seen, launched, clock(), stays=stays)
         self._pace = SavePace(timing, clock())
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
-        self._next_stop_query = 0.0
+        self._questions = Questions(watch, self._seen, clock)
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
@@ -120,7 +116,7 @@ class Conductor:
         while not self._over():
             self._hear()
             self._look()
-        self._last_query()
+        self._questions.last(self._take_signals)
         self._seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
         return self._facts()
 
@@ -263,7 +259,7 @@ class Conductor:
             self._seen.stopped_by = self._stops.get_nowait()
             self._note(NoticeSeen(what=self._seen.stopped_by, source="starter"))
             self._ask_stop(self._seen.stopped_by)
-        self._take_record(now)
+        self._questions.look(now)
         self._check_files(now)
         if self._deadline.time_is_up(now):
             self._seen.due_time_limit = True
@@ -335,20 +331,6 @@ class Conductor:
         with contextlib.suppress(OSError):
             self._journal.write(event)
 
-    def _take_record(self, now: float) -> None:
-        seen = self._seen
-        if self._watch.collect():
-            record = self._watch.latest
-            seen.first_record = seen.first_record or record
-            # An answer to a question from before the notice says nothing about its cause.
-            after = seen.stop_asked is not None and self._watch.latest_query >= seen.stop_query
-            if after and seen.notice_record is None:
-                seen.notice_record = record
-        unknown = seen.stop_asked is not None and seen.notice_record is None
-        if unknown and not self._watch.asking and now >= self._next_stop_query:
-            self._next_stop_query = now + _ASK_AGAIN_S
-            self._watch.ask()
-
     def _check_files(self, now: float) -> None:
         if now < self._next_files or self._seen.stop_asked is not None:
             return
@@ -398,8 +380,7 @@ class Conductor:
         if self._seen.stop_asked is not None:
             return
         self._seen.stop_asked = self._clock()
-        self._seen.stop_query = self._watch.ask()
-        self._next_stop_query = self._seen.stop_asked + _ASK_AGAIN_S
+        self._questions.stop_asked(self._seen.stop_asked)
         started = [member.started for member in self._hub.members().values()]
         if self._seen.finished:
             pass  # who is through can't save together with the others: they come to their end, too
@@ -428,22 +409,3 @@ class Conductor:
             if all(not member.connected for member in self._hub.members().values()):
                 self._hear()
                 return
-
-    def _last_query(self) -> None:
-        """Slurm's last word on the job, if it comes soon: not for a launch that finished."""
-        notice = self._seen.notice_record
-        # The batch step hears of a preemption at the end of its grace time, of scancel at once.
-        preempted = notice is not None and notice.preempt_time is not None
-        known = preempted and not self._seen.batch_signals
-        if self._seen.is_finished or self._seen.deadline_passed or known:
-            return  # nothing to learn, or no time left for it
-        for _ in range(_LAST_QUERIES):
-            if not self._watch.asking:
-                self._watch.ask()
-            until = self._clock() + _LAST_QUERY_S
-            while self._watch.asking and self._clock() < until:
-                self._take_record(self._clock())
-                time.sleep(_TICK_S)
-            self._take_record(self._clock())
-            if not self._take_signals():
-                return  # else the answer may be from before the signal

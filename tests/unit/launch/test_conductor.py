@@ -22,9 +22,9 @@ from slurm_forge.errors import ControlChannelError, SlurmUnreachableError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch import conductor as conductor_module
 from slurm_forge.launch import ending as ending_module
 from slurm_forge.launch import pace as pace_module
+from slurm_forge.launch import questions as questions_module
 from slurm_forge.launch.batch_signals import BatchSignals
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
@@ -330,7 +330,7 @@ def test_a_signal_while_slurm_is_asked_for_its_last_word_is_heard(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And Slurm is asked again: its answer may be from before."""
-    monkeypatch.setattr(conductor_module, "_LAST_QUERY_S", WITHIN_S * SPEED)
+    monkeypatch.setattr(questions_module, "_LAST_QUERY_S", WITHIN_S * SPEED)
     stage.start()
     slurm = stage.slurm
     slurm.open.clear()
