@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from slurm_forge.errors import FencedError
+from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
 from slurm_forge.launch.evidence import gathered
@@ -70,6 +70,11 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
                 say(str(error))
                 begun.end(TAKEN_OVER)
                 return 1
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"{run.path} can't be written: {error}",
+                    next_step="Make room or check the quota, then start the same command again.",
+                ) from error
             if asked and not run.is_done():
                 say(f"{run.name}: stopped.   go on: the same command again")
                 return ENDED_BY_SIGNAL + asked.number

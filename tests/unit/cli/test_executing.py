@@ -281,3 +281,19 @@ def test_a_program_ends_once_another_attempt_owns_the_run(execute: Exec) -> None
     assert "attempt 2 has taken over" in err and process.returncode == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+def test_closed_streams_are_nowhere(execute: Exec) -> None:
+    command = (
+        f"{sys.executable} -m slurm_forge.cli.main exec --name x -- bash -c 'echo x; echo y >&2'"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"exec {command} <&- >&- 2>&-"],
+        cwd=execute.folder,
+        env={**os.environ, "SLURM_FORGE_NODES": "off"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and execute.run.is_done()
+    journal = b"".join(path.read_bytes() for path in execute.run.journal.iterdir())
+    assert all(line.startswith(b"{") for line in journal.splitlines()), "output in the journal"
