@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import Note
@@ -23,6 +24,7 @@ from slurm_forge.launch.execute_here import execute_here, refused, say
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder, Taken
 from slurm_forge.launch.outputs import own_output
+from slurm_forge.launch.own_script import for_successor
 from slurm_forge.launch.program_signals import ProgramSignals
 from slurm_forge.launch.program_starts import Started, Starts
 from slurm_forge.launch.sentinel_step import (
@@ -120,7 +122,7 @@ def _in_job(
     if isinstance(begun, Refusal):
         say(refused(run, begun))
         return 0
-    _keep_script(run, slurm, environment.job_ref, via)
+    _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
     script = job_script(run)
     ladder = Ladder(
@@ -171,14 +173,25 @@ def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> in
     return 1
 
 
-def _keep_script(run: RunDirectory, slurm: Slurm, job: str, via: str) -> None:
+def _keep_script(run: RunDirectory, slurm: Slurm, environment: SlurmEnvironment, via: str) -> None:
     """What a successor would be submitted with, where the job can't be requeued: best effort."""
     if via != VIA_EXEC or not isinstance(slurm, SubprocessSlurm):
         return
     with contextlib.suppress(ForgeError, OSError):
-        text = slurm.batch_script(job)
-        if text.startswith("#!"):
-            keep_own_script(run, text)
+        job = environment.job_ref
+        record = slurm.show_job(job)
+        script = for_successor(
+            slurm.batch_script(job),
+            array_task=environment.array_task_id,
+            arguments=() if record is None else _arguments(record.command or ""),
+        )
+        if script is not None:
+            keep_own_script(run, script)
+
+
+def _arguments(command: str) -> list[str]:
+    """What the script was given, by what Slurm shows of it: its path and the words."""
+    return [] if Path(command).is_file() else command.split()[1:]
 
 
 VIA_EXEC = "exec"
