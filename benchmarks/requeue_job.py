@@ -84,7 +84,7 @@ def main() -> None:
     if child is not None:
         child.wait()
     if soon is not None:
-        ladder.start_soon(soon.at_end)
+        ladder.start_soon(soon.at_last(ladder.requeued_ago))
     mark(folder, "end")
 
 

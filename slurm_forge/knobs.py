@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["Knobs", "LocalRanks", "flight_recorder_variables"]
+__all__ = ["Knobs", "LocalRanks", "flight_recorder_variables", "mark_of_run"]
 
 _CHANNEL = "SLURM_FORGE_CHANNEL"
 _NONCE = "SLURM_FORGE_NONCE"
@@ -100,6 +100,11 @@ class Knobs:
             _STATE_HOME: self.state_home,
         }
         return {name: value for name, value in given.items() if value}
+
+
+def mark_of_run(path: str) -> str:
+    """What the processes that were started for the run at ``path`` have in their environment."""
+    return f"{_RUN}={path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

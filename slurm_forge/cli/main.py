@@ -8,6 +8,7 @@ Exit status: 0 it worked (for ``run``: the run is finished); 1 the run of ``run`
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -87,11 +88,23 @@ def _options(
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    _open_closed()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that can't show an arrow gets a question mark, not a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     app()
+
+
+def _open_closed() -> None:
+    """What was closed (``>&-``) is written to nowhere: else some file of ours would be 1 or 2."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(os.dup(1), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.dup(2), "w")
 
 
 if __name__ == "__main__":

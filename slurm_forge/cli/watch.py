@@ -70,6 +70,7 @@ def watch(
         site_places,
         state_folder,
     )
+    from slurm_forge.errors import ForgeError
     from slurm_forge.launch.alert import hook_words
     from slurm_forge.launch.watcher import Watcher
     from slurm_forge.run_directory import RunDirectory
@@ -99,7 +100,7 @@ def watch(
         limits=_limits(slurm, restart=restart),
         name_of=name_of,
         site_of=lambda name: places.load(name).site,
-        remembered=Remembered(state_folder() / "seen", folder, "1") if once else None,
+        remembered=Remembered(state_folder() / "seen", folder, "2") if once else None,
     )
     asked = None if not run else [find_run(name, runs) for name in run]
 
@@ -108,17 +109,36 @@ def watch(
 
     pause = pause_s
     while True:
-        round_, news = _look(watcher, chosen(), told, whole=not asked)
-        _tell(round_, news, folder, words, as_json=json)
+        try:
+            round_, news = _look(watcher, chosen(), told, whole=not asked)
+            _tell(round_, news, folder, words, as_json=json)
+        except BrokenPipeError:
+            raise
+        except (ForgeError, OSError) as error:
+            if once:
+                raise
+            # Another watcher that takes long, a disk that is full for a while: it looks again.
+            typer.echo(f"not looked: {' '.join(str(error).split())}", err=True)
+            pause = min(2 * pause, max(_LONGEST_PAUSE_S, pause_s))
+            if not _rested(pause):
+                return
+            continue
         if once:
             if not round_.answered and not json:
                 typer.echo(f"Slurm's queue could not be asked: {round_.why}", err=True)
             raise typer.Exit(_NEWS if any(one.finding.person for one in news) else 0)
         pause = pause_s if round_.answered else min(2 * pause, max(_LONGEST_PAUSE_S, pause_s))
-        try:
-            _rest(max(pause, _SHARE * round_.asked_s))
-        except KeyboardInterrupt:
+        if not _rested(max(pause, _SHARE * round_.asked_s)):
             return
+
+
+def _rested(seconds: float) -> bool:
+    """Whether nobody has ended the watch meanwhile."""
+    try:
+        _rest(seconds)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def _rest(seconds: float) -> None:

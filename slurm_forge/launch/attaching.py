@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -84,6 +85,12 @@ class Attachment:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            # Before anything is claimed: signals reach the main thread alone.
+            raise ConfigError(
+                "slurm_forge.attach() in a thread",
+                next_step="Attach in the script's main thread; the loop may be in there, too.",
+            )
         self._worker = importlib.import_module("slurm_forge.training.worker")
         knobs = Knobs.from_environ(process_environ())
         place = self._worker.place_of_script(process_environ())
@@ -239,7 +246,13 @@ class Attachment:
         environment = SlurmEnvironment.from_environ(process_environ())
         if environment is not None and environment.job_name:
             return environment.job_name
-        return Path(sys.argv[0]).stem or "run"
+        stem = Path(sys.argv[0]).stem
+        if not stem[:1].isalnum():  # python -c, a pipe, an interactive session
+            raise ConfigError(
+                "the run has no name, and there is no script to name it after",
+                next_step='Give it one: slurm_forge.attach("my-run")',
+            )
+        return stem
 
     def _made(self, place: Any) -> RunDirectory:
         job = self._job(self._named(place))

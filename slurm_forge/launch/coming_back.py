@@ -137,7 +137,7 @@ class ComingBack:
     def leave(self) -> None:
         """The very last act: nothing of ours runs any more, so the next start may come soon."""
         if self._soon is not None:
-            self._ladder.start_soon(self._soon.at_end)
+            self._ladder.start_soon(self._soon.at_last(self._ladder.requeued_ago))
 
     def hold(self, reason: str) -> Comeback:
         """Leave it to a person; raises only a fence."""

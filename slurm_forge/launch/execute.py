@@ -9,22 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
-from slurm_forge.journal.events import VIA_THIS_MACHINE, Note
+from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.evidence import gathered
+from slurm_forge.launch.execute_here import execute_here, refused, say
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder, Taken
-from slurm_forge.launch.local_signals import AskedToStop
 from slurm_forge.launch.outputs import own_output
-from slurm_forge.launch.presence import present
+from slurm_forge.launch.own_script import for_successor
 from slurm_forge.launch.program_signals import ProgramSignals
 from slurm_forge.launch.program_starts import Started, Starts
 from slurm_forge.launch.sentinel_step import (
@@ -43,10 +43,8 @@ from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
-__all__ = ["ENDED_BY_SIGNAL", "execute", "main"]
+__all__ = ["execute", "main"]
 
-#: Added to the number of the signal by which a person ended it, as shells do.
-ENDED_BY_SIGNAL = 128
 _URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 _LONGEST_PAUSE_S = 120.0
 #: How long the first start waits for the sentinel to listen: notice is rarely given at once.
@@ -73,7 +71,7 @@ def execute(
     good, and 128 and the signal's number where a person has ended it.
     """
     if environment is None or slurm is None:
-        return _here(run, variables)
+        return execute_here(run, variables)
     _refuse_places(environment)
     with ProgramSignals() as signals:
         SignalWatcher(signals.batch)
@@ -117,14 +115,14 @@ def _in_job(
             command=True,
         )
     except FencedError as error:
-        _say(str(error))
+        say(str(error))
         return 0
     except OSError as error:
         return _stranded(slurm, environment, error)
     if isinstance(begun, Refusal):
-        _say(f"{run.name}: {_REFUSED[begun].format(name=run.name, stop=run.stop_file)}")
+        say(refused(run, begun))
         return 0
-    _keep_script(run, slurm, environment.job_ref, via)
+    _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
     script = job_script(run)
     ladder = Ladder(
@@ -157,7 +155,7 @@ def _in_job(
         back.prepare()
         return job.run()
     except FencedError as error:
-        _say(str(error))
+        say(str(error))
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
@@ -171,26 +169,29 @@ def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> in
     """Nothing of the run can be known, or written down."""
     reason, count = f"the run directory: {error}", environment.restart_count
     done = leave_to_slurm(slurm, environment.job_ref, reason, restart_count=count)
-    _say(f"the run directory can't be used ({error}): {done}")
+    say(f"the run directory can't be used ({error}): {done}")
     return 1
 
 
-_REFUSED = {
-    Refusal.DONE: "finished already: nothing to do.   another run: --name OTHER",
-    Refusal.STOP_FILE: "stopped: remove {stop} to let it go on",
-    Refusal.AT_REST: "at rest: slurm-forge explain {name} says why, slurm-forge requeue {name} "
-    "lets it go on",
-}
-
-
-def _keep_script(run: RunDirectory, slurm: Slurm, job: str, via: str) -> None:
+def _keep_script(run: RunDirectory, slurm: Slurm, environment: SlurmEnvironment, via: str) -> None:
     """What a successor would be submitted with, where the job can't be requeued: best effort."""
     if via != VIA_EXEC or not isinstance(slurm, SubprocessSlurm):
         return
     with contextlib.suppress(ForgeError, OSError):
-        text = slurm.batch_script(job)
-        if text.startswith("#!"):
-            keep_own_script(run, text)
+        job = environment.job_ref
+        record = slurm.show_job(job)
+        script = for_successor(
+            slurm.batch_script(job),
+            array_task=environment.array_task_id,
+            arguments=() if record is None else _arguments(record.command or ""),
+        )
+        if script is not None:
+            keep_own_script(run, script)
+
+
+def _arguments(command: str) -> list[str]:
+    """What the script was given, by what Slurm shows of it: its path and the words."""
+    return [] if Path(command).is_file() else command.split()[1:]
 
 
 VIA_EXEC = "exec"
@@ -302,9 +303,10 @@ class _Job:
         if started is not None:
             started.clear()
         self._attempt.end(outcome)
-        _say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
+        say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
         if given_back:
             self._signals.wait_for_the_end(_ENDED_WITHIN_S)
+        self._sentinel.close()  # its step would be seen to end after the begin time
         self._back.leave()
         return (self._status or 1) if decision.action is Action.RAISE else 0
 
@@ -313,86 +315,6 @@ def _may_stay(facts: LaunchFacts) -> bool:
     """Whether the allocation is still ours to start something in."""
     told = facts.rank_signals or facts.batch_signals or facts.due_time_limit or facts.stop_file
     return not told and not is_ending(facts)
-
-
-# -- on this machine -------------------------------------------------------------------------------
-
-
-def _here(run: RunDirectory, variables: Mapping[str, str]) -> int:
-    """Without Slurm: what would be a requeue is another start."""
-    if run.is_done():
-        _say(f"{run.name}: {_REFUSED[Refusal.DONE]}")
-        return 0
-    job = f"exec-{os.getpid()}"
-    with ProgramSignals() as signals, present(run) as presence, AskedToStop() as asked:
-        signals.listen_to(asked)
-        presence.name(job)
-        run.stop_file.unlink(missing_ok=True)
-        note_asked(run, job, 0, None)
-        while True:
-            begun = begin(
-                run,
-                job=job,
-                restart_count=0,
-                nodes=(socket.gethostname(),),
-                via=VIA_THIS_MACHINE,
-                command=True,
-            )
-            if isinstance(begun, Refusal):
-                _say(f"{run.name}: {_REFUSED[begun].format(name=run.name, stop=run.stop_file)}")
-                return 0
-            try:
-                status = _attempt_here(begun, variables, signals)
-            except FencedError as error:
-                _say(str(error))
-                begun.end(TAKEN_OVER)
-                return 1
-            if asked and not run.is_done():
-                _say(f"{run.name}: stopped.   go on: the same command again")
-                return ENDED_BY_SIGNAL + asked.number
-            if status is not None:
-                return status
-
-
-def _attempt_here(
-    attempt: Attempt, variables: Mapping[str, str], signals: ProgramSignals
-) -> int | None:
-    """The exit status, or None where another attempt is to follow."""
-    if attempt.verdict is not None:
-        attempt.end(attempt.verdict.action.value)
-        _say(f"{attempt.run.name}: {attempt.verdict.reason}")
-        return 1
-    starts = Starts(attempt, variables, signals, JobWatch(None, ""))
-    while True:
-        started = starts.start()
-        facts = gathered(
-            started.facts,
-            run=attempt.run,
-            attempt=attempt.claim.attempt,
-            launch=attempt.launch,
-            since=starts.launched_at,
-        )
-        decision = attempt.conclude(facts)
-        started.clear()
-        if decision is None:
-            attempt.end("finished")
-            return 0
-        going_on = decision.action in REQUEUEING
-        _say(
-            f"{attempt.run.name}: {decision.reason}"
-            + (": started again" if going_on and not signals.stopping else "")
-        )
-        if not going_on:
-            attempt.end(decision.action.value)
-            return facts.exit_status or 1
-        signals.wait(decision.wait_s)
-        if decision.action not in RELAUNCHING or signals.stopping:
-            attempt.end("requeued")
-            return None
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"slurm_forge: {text}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

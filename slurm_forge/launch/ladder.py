@@ -102,7 +102,8 @@ class Ladder:
         self._clock = clock
         self._patience = patience.total_seconds()
         self._soon: Callable[[], timedelta | None] | None = None
-        #: Once requeued: before when it is not to start, on this ladder's clock.
+        #: Once requeued: when, and before when it is not to start, on this ladder's clock.
+        self._asked: float | None = None
         self._back: float | None = None
 
     def climb(
@@ -139,6 +140,12 @@ class Ladder:
         if reply.outcome is RequeueOutcome.UNREACHABLE:
             return self._left_open(_REQUEUE, text)
         return self._succeed(text, update, wait, arguments)
+
+    @property
+    def requeued_ago(self) -> timedelta:
+        """How long ago Slurm has taken the job back; nothing where it has not."""
+        ago = 0.0 if self._asked is None else self._clock() - self._asked
+        return timedelta(seconds=ago)
 
     def start_soon(self, ahead: timedelta) -> None:
         """As the last act before this process ends: let the requeued job start so far from now.
@@ -237,7 +244,8 @@ class Ladder:
         self._note(RequeueDone(job=self._job, method=method))
         ahead = self._soon() if method == _REQUEUE and self._soon is not None else None
         if ahead is not None:
-            self._back = self._clock() + wait.total_seconds()
+            self._asked = self._clock()
+            self._back = self._asked + wait.total_seconds()
             if wait <= timedelta(0):
                 self._begin_in(ahead)
         changes = update() if callable(update) else update

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import glob
+import heapq
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from slurm_forge.spec.program import Convention
 
 __all__ = ["Match", "find_matches", "incomplete", "newest"]
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
+#: Of what kind a file is, which may hold a number too: ``.h5``, ``.pt2``.
+_KIND = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}\Z")
 _MOST = 100_000
 #: transformers writes it into a checkpoint that was begun at a SIGTERM and is not whole yet
 #: (src/transformers/trainer_jit_checkpoint.py).
@@ -23,7 +26,8 @@ _HF_INCOMPLETE = "checkpoint-is-incomplete.txt"
 class Match:
     """A file or folder: ``number`` is the last one in its name, such as the 400 of checkpoint-400.
 
-    ``changed`` in nanoseconds since the epoch.
+    That of an ending (``.h5``) counts only where there is no other.  ``changed`` in nanoseconds
+    since the epoch.
     """
 
     path: Path
@@ -38,21 +42,30 @@ class Match:
 
 def find_matches(pattern: str, folder: Path) -> tuple[Match, ...]:
     """What a glob finds, from ``folder`` on.  Nothing in it is a shell's; ``**`` goes deeper."""
-    found = []
+    found: list[Match] = []
     wanted = str(Path(pattern).expanduser())
     # pathlib's own takes no absolute pattern.
     names = glob.iglob(wanted, root_dir=folder, recursive=True)  # noqa: PTH207
-    for count, name in enumerate(names):
-        if count == _MOST:
-            break
+    # Of too many the furthest: each costs a question to the file system.
+    for name in heapq.nlargest(_MOST, names, key=_furthest):
         path = folder / name
         try:
             changed = path.stat().st_mtime_ns
         except OSError:
             continue  # gone since
-        numbers = _NUMBER.findall(path.name)
-        found.append(Match(path.absolute(), int(numbers[-1]) if numbers else None, changed))
+        found.append(Match(path.absolute(), _number(name), changed))
     return tuple(found)
+
+
+def _furthest(name: str) -> int:
+    number = _number(name)
+    return -1 if number is None else number
+
+
+def _number(name: str) -> int | None:
+    base = PurePath(name).name
+    numbers = _NUMBER.findall(_KIND.sub("", base)) or _NUMBER.findall(base)
+    return int(numbers[-1]) if numbers else None
 
 
 def newest(

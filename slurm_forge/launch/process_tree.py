@@ -55,17 +55,31 @@ def read_processes(proc: Path = _PROC) -> tuple[Process, ...]:
 
 
 def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
-    """Processes of this user that were started with ``mark`` in their environment, but this one."""
+    """Processes of this user that were started with ``mark``, NAME=value, in their environment.
+
+    Neither this one nor those that have started it.
+    """
     found = []
-    wanted = mark.encode()
-    for process in read_processes(proc):
+    wanted = os.fsencode(mark)
+    processes = read_processes(proc)
+    spared = _line_of(os.getpid(), processes)
+    for process in processes:
         try:
             environment = (proc / str(process.pid) / "environ").read_bytes()
         except OSError:
             continue
-        if wanted in environment and process.pid != os.getpid():
+        if wanted in environment.split(b"\0") and process.pid not in spared:
             found.append(process.pid)
     return tuple(found)
+
+
+def _line_of(pid: int, processes: Iterable[Process]) -> frozenset[int]:
+    """A process and its ancestors."""
+    parents = {process.pid: process.parent for process in processes}
+    line = {pid}
+    while (pid := parents.get(pid, 0)) and pid not in line:
+        line.add(pid)
+    return frozenset(line)
 
 
 def below(processes: Iterable[Process], root: int) -> Below:

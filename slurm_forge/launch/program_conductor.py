@@ -38,6 +38,7 @@ __all__ = ["ProgramConductor"]
 
 _TICK_S = 0.05
 _FILES_EVERY_S = 1.0
+_FENCE_EVERY_S = 5.0
 _ASK_AGAIN_S = 5.0
 _LAST_QUERY_S = 3.0
 #: Where no sentinel hears of a preemption, Slurm is asked: this seldom, for the sake of those who
@@ -71,6 +72,7 @@ class ProgramConductor:
         save_file: Path,
         sentinel: SentinelStep | None = None,
         restart_count: int | None = None,
+        fence: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
@@ -87,6 +89,8 @@ class ProgramConductor:
         self._save_file = save_file
         self._sentinel = sentinel
         self._restart_count = restart_count
+        self._fence = fence
+        self._next_fence = clock() + _FENCE_EVERY_S
         self._clock = clock
         self._now = now
         self._words: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -113,7 +117,10 @@ class ProgramConductor:
         self._say(why, _STARTER)
 
     def watch(self) -> LaunchFacts:
-        """Conduct until it is over; what was seen."""
+        """Conduct until it is over; what was seen.
+
+        ``FencedError`` once a newer attempt owns the run: the program must not write beside it.
+        """
         self._watch.ask()
         while not self._over():
             if self._hub.members():
@@ -169,6 +176,10 @@ class ProgramConductor:
         for each in self._progress.news():
             self._note(each)
         self._take_record(now)
+        if now >= self._next_fence:
+            self._next_fence = now + _FENCE_EVERY_S
+            with contextlib.suppress(OSError):
+                self._fence()
         if now >= self._next_files and seen.stop_asked is None:
             self._next_files = now + _FILES_EVERY_S
             with contextlib.suppress(OSError):

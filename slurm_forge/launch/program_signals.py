@@ -65,9 +65,10 @@ class ProgramSignals:
         """Ctrl-C; a handler of Python's, which runs between any two lines: a thread says it."""
 
         def tell() -> None:
-            self._interrupted = True
             self._seen.set()
-            conductor = self._conductor
+            with self._lock:
+                self._interrupted = True
+                conductor = self._conductor
             if conductor is not None:
                 conductor.stop("SIGINT")
 
@@ -84,6 +85,9 @@ class ProgramSignals:
         with self._lock:
             self._conductor = conductor
             early, self._early = self._early, []
+            interrupted = self._interrupted
+        if interrupted:
+            conductor.stop("SIGINT")
         for name, of_batch in early:
             conductor.signal(name) if of_batch else conductor.hear(name)
         try:

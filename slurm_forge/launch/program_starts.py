@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +14,12 @@ from datetime import datetime, timedelta, timezone
 from slurm_forge.control import Hub
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
-from slurm_forge.knobs import Knobs
+from slurm_forge.knobs import Knobs, mark_of_run
 from slurm_forge.launch.attempt import Attempt
 from slurm_forge.launch.convention import forwarding
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.newest import find_matches, incomplete, newest
+from slurm_forge.launch.process_tree import read_marked
 from slurm_forge.launch.program_conductor import ProgramConductor
 from slurm_forge.launch.program_process import ProgramProcess
 from slurm_forge.launch.program_progress import ProgressWatch, look_at
@@ -33,6 +36,7 @@ from slurm_forge.spec.templates import Field, fields_of, fill
 __all__ = ["Started", "Starts"]
 
 _CLEARED_S = 5.0
+_TICK_S = 0.05
 #: What shells say of a program that is not there.
 _NOT_STARTED = 127
 
@@ -79,9 +83,11 @@ class Starts:
         attempt, environment = self.attempt, self._environment
         program, file = attempt.file.job.program, attempt.file
         folder = file.folder
+        process: ProgramProcess | None = None
         hub = Hub(world_size=0, nonce=secrets.token_hex(16))
         hub.start()
         try:
+            self._end_leftovers()
             nodes = () if environment is None else environment.nodes
             attempt.next_launch(hub, nodes)
             state = attempt.state()
@@ -102,7 +108,7 @@ class Starts:
             there = None
             with contextlib.suppress(OSError):
                 there = look_at(program, folder)
-            process = ProgramProcess(
+            begun = process = ProgramProcess(
                 command,
                 variables,
                 program,
@@ -129,17 +135,18 @@ class Starts:
                 timing=times,
                 program=program,
                 how=forwarding(program, command),
-                process=process,
-                progress=ProgressWatch(program, folder, state, lambda: process.printed_step, there),
+                process=begun,
+                progress=ProgressWatch(program, folder, state, lambda: begun.printed_step, there),
                 folder=folder,
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
                 sentinel=self._sentinel,
                 restart_count=None if environment is None else environment.restart_count,
+                fence=attempt.fence,
             )
             with self._signals.go_to(conductor):
                 facts = conductor.watch()
-            return Started(facts, process)
+            return Started(facts, begun)
         except ConfigError as error:
             text = error.message.replace("\n", " ")
             now = datetime.now(timezone.utc)
@@ -147,10 +154,31 @@ class Starts:
                 now=now, exit_status=_NOT_STARTED, launcher="exec", launcher_text=text
             )
             return Started(facts)
+        except BaseException:
+            if process is not None:
+                process.clear(_CLEARED_S)  # nobody else would know of it
+            raise
         finally:
             # Else a rank of ours would take the end of the channel for that of its conductor.
             hub.abort("the launch is over")
             hub.close()
+
+    def _end_leftovers(self) -> None:
+        """Of a start whose exec was killed: two of them would write to the same files."""
+        with contextlib.suppress(OSError):
+            self.attempt.fence()
+        mark = mark_of_run(str(self.attempt.run.path))
+        until, ended = time.monotonic() + _CLEARED_S, set[int]()
+        while (left := read_marked(mark)) and time.monotonic() < until:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            ended.update(left)
+            time.sleep(_TICK_S)
+        if ended:
+            text = f"ended what an earlier start had left running: {len(ended)} processes"
+            with contextlib.suppress(OSError):
+                self.attempt.journal.write(Note(text=text))
 
     def _command(self, before: int) -> tuple[tuple[str, ...], str | None]:
         """The words of this start, and the checkpoint that it may resume from."""

@@ -13,6 +13,7 @@ from slurm_forge.journal import Record, RunState, RunStatus, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.reader import read_lines, thinned
+from slurm_forge.journal.state import AttemptState
 from slurm_forge.recovery.watching import RunSeen
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.remembered import Remembered, signature
@@ -127,7 +128,16 @@ def _read(run: RunDirectory) -> RunSeen:
         waits_until=_waits_until(state),
         reason=state.reason,
         restarts=_restarts(ordered),
+        noticed=attempt is not None and _noticed(attempt),
+        program=attempt is not None
+        and bool(attempt.launches)
+        and not attempt.launches[-1].world_size,
     )
+
+
+def _noticed(attempt: AttemptState) -> bool:
+    decided = max((time for time, _ in attempt.decisions), default=0.0)
+    return any(time > decided for time, _ in attempt.notices)
 
 
 def _number(file: str, pattern: re.Pattern[str]) -> int:

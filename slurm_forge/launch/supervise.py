@@ -18,7 +18,6 @@ from pathlib import Path
 
 from slurm_forge.control import Hub
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
-from slurm_forge.journal import RunState
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
     REQUEUEING,
@@ -105,7 +104,7 @@ def supervise(
         script=script,
         journal=begun.journal,
         fence=begun.fence,
-        successor=_successor_of(begun.state(), environment.job_ref),
+        successor=begun.state().successor_of(environment.job_ref),
         patience=begun.file.job.recovery.limits.controller_patience,
     )
     try:
@@ -131,12 +130,6 @@ def supervise(
         return _stranded(slurm, environment, error)
     finally:
         watch.close()
-
-
-def _successor_of(state: RunState, job: str) -> str | None:
-    """The successor that an earlier start of this very job has submitted."""
-    done = [each for attempt in state.attempts for _, each in attempt.requeues]
-    return next((each.successor for each in reversed(done) if each.job == job), None)
 
 
 def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import select
 import struct
 import termios
 import threading
@@ -20,6 +21,8 @@ _KEPT = 1 << 16
 _READ = 1 << 16
 #: A line that is longer (a progress bar without end) is looked at in parts.
 _LONGEST_LINE = 4096
+_BLOCKED_S = 1.0
+_NOBODY = frozenset({errno.EPIPE, errno.EBADF})
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
@@ -132,13 +135,16 @@ def _read(descriptor: int) -> bytes:
 
 
 def _write(target: int, data: bytes) -> bool:
-    """False once nobody reads it any more; the program is not to die of that."""
+    """False once nobody reads it any more; the program is not to die of that.
+
+    What a full disk does not take is lost; what comes once there is room again is not.
+    """
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(target, view) :]
         except BlockingIOError:
-            continue
-        except OSError:
-            return False
+            select.select([], [target], [], _BLOCKED_S)
+        except OSError as error:
+            return error.errno not in _NOBODY
     return True

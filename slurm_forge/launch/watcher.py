@@ -115,22 +115,22 @@ class Watcher:
             name = self._name_of(run)
             try:
                 seen = self._seen.look(run, name)
-            except (ForgeError, OSError, ValueError) as error:
+                now = self._clock()
+                line = None if queue is None else queue.get(seen.job)
+                looked = Looked(answered=queue is not None, line=line)
+                if has_question(seen, looked, now, self._limits):
+                    kept = self._kept(seen, looked, now)
+                    if kept is None and questions > 0:
+                        questions -= 1
+                        kept = self._ask(seen, looked)
+                    if kept is None:
+                        left += 1
+                        continue
+                    looked = kept
+                finding = look(seen, looked, now, self._limits)
+            except Exception as error:  # whatever is wrong with one run, the others are looked at
                 found.append(Found(str(run.path), _unreadable(name, error)))
                 continue
-            now = self._clock()
-            line = None if queue is None else queue.get(seen.job)
-            looked = Looked(answered=queue is not None, line=line)
-            if has_question(seen, looked, now, self._limits):
-                kept = self._kept(seen, looked, now)
-                if kept is None and questions > 0:
-                    questions -= 1
-                    kept = self._ask(seen, looked)
-                if kept is None:
-                    left += 1
-                    continue
-                looked = kept
-            finding = look(seen, looked, now, self._limits)
             if finding is None:
                 continue
             if finding.remedy is Remedy.NONE:

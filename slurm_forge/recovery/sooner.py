@@ -27,6 +27,10 @@ _MOST = timedelta(seconds=60)
 #: slurm.conf, KillWait: its default.
 _KILL_WAIT = timedelta(seconds=30)
 _SLACK = timedelta(seconds=10)
+#: A node looks every second whether the job has ended on it, and after eleven of them only every
+#: ten seconds (pause_for_job_completion in src/slurmd/slurmd/req.c).
+_LOOKED_AT_OFTEN = timedelta(seconds=9)
+_SELDOM = timedelta(seconds=10)
 _REQUEUE = "scontrol requeue"
 
 
@@ -38,6 +42,10 @@ class Soon:
 
     at_worst: timedelta
     at_end: timedelta
+
+    def at_last(self, since: timedelta) -> timedelta:
+        """``at_end`` where the request was made so long ago: a slow end is seen late."""
+        return self.at_end if since < _LOOKED_AT_OFTEN else self.at_end + _SELDOM
 
 
 def sooner(config: ConfigRecord | None, attempts: Sequence[AttemptState]) -> Soon | None:

@@ -75,7 +75,9 @@ class RunSeen:
     trained, None before it does.  ``saves_every_s`` is the longest time between checkpoints of the
     newest launch, or what the job file asks for.  ``waits_until`` is the end of a pause that
     recovery decided on; ``requeued`` when its job last went back into the queue.  ``restarts`` are
-    those of a watcher since the last checkpoint.
+    those of a watcher since the last checkpoint.  ``noticed``: the newest attempt was told to end
+    by somebody, and nothing was decided since.  ``program``: a command that may say nothing for
+    days.
     """
 
     name: str
@@ -94,6 +96,8 @@ class RunSeen:
     reason: str = ""
     stop_asked: bool = False
     restarts: int = 0
+    noticed: bool = False
+    program: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,8 +296,9 @@ def _gone(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Fin
         return _finding(seen, kind, words, f"it was asked to stop; to let it go on: {again}")
     if _owned(seen):
         return _finding(seen, kind, f"{words}; attempt {seen.claimed} never began", again)
-    if limits.restart and looked.forgotten and not began:
-        # Somebody may have cancelled it in the queue, where none of ours could note that.
+    if limits.restart and looked.forgotten and (seen.noticed or not began):
+        # Somebody may have cancelled it in the queue, where none of ours could note that, or ended
+        # us before it was noted.
         words = f"{words}; whether it was cancelled, nobody knows any more"
         return _finding(seen, kind, words, again)
     if not limits.restart:
@@ -399,6 +404,8 @@ def _silence(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> 
     if looked.record is not None and looked.record.suspend_time is not None:
         since = max(since, looked.record.suspend_time.timestamp())
     usual = seen.usual_silence_s
+    if usual is None and seen.program and seen.status is RunStatus.RUNNING:
+        return None
     bound = limits.silent_before_training_s
     if usual is not None and seen.status is RunStatus.RUNNING:
         bound = max(limits.silent_s, limits.times_the_usual * usual)

@@ -386,7 +386,18 @@ def _for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _NOT_OF_THE_JOB = frozenset(
-    {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_EXIT_ERROR", "SLURM_UMASK"}
+    {
+        "SLURM_CONF",
+        "SLURM_CLUSTERS",
+        "SLURM_TIME_FORMAT",
+        "SLURM_EXIT_ERROR",
+        "SLURM_UMASK",
+        # A person's own: where runs lie, which site it is.  Without them a successor would begin
+        # a run of its own somewhere else.
+        "SLURM_FORGE_RUNS",
+        "SLURM_FORGE_SITE",
+        "SLURM_FORGE_NODES",
+    }
 )
 
 

@@ -149,3 +149,21 @@ print("behind the block")
     incident = run_state(scripts.run("own")).attempts[0].incidents[0][1]
     assert incident.cause is Cause.APP_ERROR
     assert code in (1, STOPPED)
+
+
+def test_what_can_not_be_attached_is_told_before_anything_is_claimed(tmp_path: Path) -> None:
+    scripts = Scripts(tmp_path)
+    in_thread = """
+import threading
+def work():
+    with forge.attach("x"):
+        pass
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+    _, out = scripts(scripts.write(in_thread))
+    assert "attach() in a thread" in out
+    code, out = scripts("-c", "import slurm_forge\nwith slurm_forge.attach(): pass")
+    assert code == 1 and 'Give it one: slurm_forge.attach("my-run")' in out
+    assert not (tmp_path / "runs").exists()

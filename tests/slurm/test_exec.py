@@ -169,3 +169,85 @@ def test_a_command_in_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
     script.wait_file("done")
     preempted_once(script)
     assert (out / "all").read_text().split() == [str(n) for n in range(1, 41)]
+
+
+def own(cluster: SlurmCluster, folder: Path, options: str, *arguments: str, command: str) -> str:
+    """A script of somebody's own, handed in by hand; the job."""
+    script = folder / "own.sbatch"
+    head = "#!/bin/bash\n#SBATCH --nodes=1 --ntasks=1 --mem=500M --open-mode=append"
+    script.write_text(
+        f"{head} --job-name=own --output={folder}/slurm-%A-%a.out {options}\n{command}\n"
+    )
+    settings = {
+        "PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
+        "OUT": str(folder / "out"),
+        "SLURM_FORGE_RUNS": str(folder / "runs"),
+        "SLURM_FORGE_NODES": "off",
+    }
+    argv = ("sbatch", "--parsable", str(script), *arguments)
+    return cluster.run(*argv, cwd=REPOSITORY, settings=settings).stdout.strip()
+
+
+def of_name(cluster: SlurmCluster, folder: Path, name: str, job: str) -> Script:
+    return Script(cluster, job, folder / "out", RunDirectory.at(folder / "runs" / name))
+
+
+@pytest.mark.slow
+def test_a_successor_gets_the_arguments_of_its_script(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Where a job can't be requeued: preempted by a partition that cancels."""
+    job = own(
+        slurm,
+        tmp_path,
+        "--partition=cancel --time=10 --no-requeue",
+        "60",
+        command='exec slurm-forge exec --progress-file "$OUT/done" -- '
+        'bash examples/exec/loop.sh "$OUT" "$1"',
+    )
+    script = of_name(slurm, tmp_path, "own", job)
+    script.wait_file("done")
+    slurm.preempt(job)
+    state = script.watched.wait_finished(90)
+    assert [attempt.outcome for attempt in state.attempts] == ["successor", "finished"]
+    assert (script.out / "all").read_text().split() == [str(n) for n in range(1, 61)]
+
+
+@pytest.mark.slow
+def test_a_task_of_an_array_comes_back_alone(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = own(
+        slurm,
+        tmp_path,
+        "--partition=cancel --time=10 --no-requeue --array=3-4",
+        command='exec slurm-forge exec --progress-file "$OUT.$SLURM_ARRAY_TASK_ID/done" -- '
+        'bash examples/exec/loop.sh "$OUT.$SLURM_ARRAY_TASK_ID" 80',
+    )
+    tasks = {task: of_name(slurm, tmp_path, f"own-{task}", f"{job}_{task}") for task in (3, 4)}
+    for task in tasks:
+        slurm.wait_for(lambda t=task: (tmp_path / f"out.{t}" / "done").exists(), 60, "its work")
+    slurm.preempt(f"{job}_3")
+    state = tasks[3].watched.wait_finished(120)
+    other = tasks[4].watched.wait_finished(120)
+    assert [attempt.outcome for attempt in state.attempts] == ["successor", "finished"]
+    assert len(other.attempts) <= 2
+    for task in tasks:
+        done = (tmp_path / f"out.{task}" / "all").read_text().split()
+        assert done == [str(n) for n in range(1, 81)], "two of them did its work"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--time=1", "--time=2 --signal=B:USR1@90"])
+def test_the_end_of_the_time_limit(slurm: SlurmCluster, tmp_path: Path, options: str) -> None:
+    """A loop of 70 s in jobs that may not be so long, or are told of their end soon."""
+    job = own(
+        slurm,
+        tmp_path,
+        f"--partition=normal {options}",
+        command='exec slurm-forge exec --lead 20s --progress-file "$OUT/done" -- '
+        'bash examples/exec/loop.sh "$OUT" 300',
+    )
+    script = of_name(slurm, tmp_path, "own", job)
+    state = script.watched.wait_finished(150)
+    cause = state.attempts[0].incidents[0][1].cause
+    assert cause is (Cause.TIME_LIMIT if "USR1" not in options else cause)
+    assert [attempt.outcome for attempt in state.attempts][-1] == "finished"
+    assert len(state.attempts) > 1
+    assert (script.out / "all").read_text().split() == [str(n) for n in range(1, 301)]

@@ -17,7 +17,7 @@ import pytest
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import Advanced, Event
 from slurm_forge.launch.submission import run_state
-from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
 from tests.unit.cli.conftest import Shell
 
@@ -253,3 +253,47 @@ def test_a_terminal_stays_one(execute: Exec) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert b"a\rb\r\n" in done.stdout
+
+
+def test_what_a_killed_exec_left_running_does_not_run_beside_the_next(execute: Exec) -> None:
+    program = "echo $$ >> pids; while [ $(wc -l < pids) -lt 2 ]; do sleep 0.05; done"
+    first = execute.start("--", "setsid", "bash", "-c", program)
+    pids = execute.folder / "pids"
+    wait_for(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    first.kill()
+    first.communicate()
+    left = int(pids.read_text())
+    os.kill(left, 0)  # or there is nothing to be seen here
+    os.kill(left, signal.SIGSTOP)  # it would go away by itself once the second is there
+    assert execute("--", "setsid", "bash", "-c", program).returncode == 0
+    stat = Path(f"/proc/{left}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_program_ends_once_another_attempt_owns_the_run(execute: Exec) -> None:
+    process = execute.start("--", "bash", "-c", "echo $$ > pid; exec sleep 60")
+    pid = execute.folder / "pid"
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    claim_attempt(
+        execute.run, job="77", restart_count=0, host="other", pid=1, nodes=(), time=time.time()
+    )
+    _, err = process.communicate(timeout=30)
+    assert "attempt 2 has taken over" in err and process.returncode == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_closed_streams_are_nowhere(execute: Exec) -> None:
+    command = (
+        f"{sys.executable} -m slurm_forge.cli.main exec --name x -- bash -c 'echo x; echo y >&2'"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"exec {command} <&- >&- 2>&-"],
+        cwd=execute.folder,
+        env={**os.environ, "SLURM_FORGE_NODES": "off"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and execute.run.is_done()
+    journal = b"".join(path.read_bytes() for path in execute.run.journal.iterdir())
+    assert all(line.startswith(b"{") for line in journal.splitlines()), "output in the journal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -143,6 +144,33 @@ def test_without_slurm_it_says_so(folder: Path) -> None:
     told = watch(folder)
     assert "Unable to contact slurm controller" in told.output
     assert "held" in told.output, "what the journals say is told all the same"
+
+
+def test_another_watcher_that_takes_long_does_not_end_the_watch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held(folder, "tiny", "42")
+    monkeypatch.setattr("slurm_forge.cli.watch._MINUTE_S", 0.1)
+    assert watch(folder).exit_code == 1  # it makes the lock file
+    (lock,) = (folder.parent / "state").rglob("*.lock")
+    other = os.open(lock, os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    looks = 0
+
+    def rest(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            os.close(other)
+            held(folder, "big", "43")
+        if looks == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("slurm_forge.cli.watch._rest", rest)
+    told = CliRunner().invoke(app, ["watch", "--runs", str(folder)])
+    assert told.exit_code == 0 and "big: held" in told.stdout
+    assert told.stderr.count("not looked") == 2
+    assert watch(folder).exit_code == 0
 
 
 def test_one_run_by_name(folder: Path) -> None:

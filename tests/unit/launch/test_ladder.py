@@ -488,6 +488,15 @@ def test_a_requeued_job_is_to_start_soon_and_sooner_once_we_are_gone(run: RunDir
     ]
 
 
+def test_how_long_ago_it_was_requeued(run: RunDirectory) -> None:
+    waits = Waits()
+    ladder = soon_ladder(run, ScriptedSlurm([RequeueOutcome.REQUEUED]), waits)
+    assert ladder.requeued_ago == timedelta(0)
+    ladder.climb("preempted", soon=lambda: timedelta(seconds=43))
+    waits.append(12)
+    assert ladder.requeued_ago == timedelta(seconds=12)
+
+
 def test_a_pause_that_was_decided_on_holds(run: RunDirectory) -> None:
     waits = Waits()
     slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from slurm_forge.launch.newest import Match, find_matches, incomplete, newest
 from slurm_forge.launch.program_end import ProgramEnd, ended, status_of
 from slurm_forge.launch.program_progress import Looked, advanced
-from slurm_forge.launch.teeing import Lines, Tail
+from slurm_forge.launch.teeing import Lines, Tail, open_stream
 from slurm_forge.spec.program import Convention, ProgramSpec
 
 FINISHED, STOPPED, ASKED, FAILED = ProgramEnd
@@ -66,6 +68,57 @@ def test_newest(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-100" / "checkpoint-is-incomplete.txt").touch()
     whole = newest(find_matches(f"{tmp_path}/out/*", Path("/")), but=incomplete(Convention.HF))
     assert whole is not None and whole.number == 20
+
+
+def test_the_number_of_a_file_is_not_that_of_its_kind(tmp_path: Path) -> None:
+    for name in ("m-9.h5", "m-10.h5", "m-best.h5", "m-7.pt2"):
+        (tmp_path / name).touch()
+    assert {(each.path.name, each.number) for each in find_matches("m-*", tmp_path)} == {
+        ("m-9.h5", 9),
+        ("m-10.h5", 10),
+        ("m-best.h5", 5),
+        ("m-7.pt2", 7),
+    }
+
+
+def test_of_too_many_the_furthest_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_forge.launch.newest._MOST", 3)
+    for number in range(40):
+        (tmp_path / f"c-{number}").touch()
+    numbers = {each.number for each in find_matches("c-*", tmp_path)}
+    assert numbers == {37, 38, 39}
+
+
+def test_what_a_full_disk_did_not_take_is_all_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, full = os.write, [True]
+
+    def fills(target: int, data: bytes) -> int:
+        if target == log and full:
+            full.clear()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(target, data)
+
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    monkeypatch.setattr("slurm_forge.launch.teeing.os.write", fills)
+    tail = Tail()
+    stream = open_stream(log, tail)
+    program = os.dup(stream.given)
+    stream.begin()
+    write(program, b"lost")
+    deadline = time.monotonic() + 10
+    while full:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    write(program, b"kept")
+    os.close(program)
+    stream.reader.join(10)
+    os.close(log)
+    assert (tmp_path / "log").read_bytes() == b"kept"
+    assert tail.text() == "lostkept"
 
 
 def test_a_folder_with_a_strange_name(tmp_path: Path) -> None:

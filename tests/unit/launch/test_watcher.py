@@ -14,6 +14,8 @@ from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    LaunchStarted,
+    NoticeSeen,
     RequeueDone,
     RequeueIntended,
     UserAsked,
@@ -40,7 +42,8 @@ class World:
     folder: Path
 
     def submit(self, name: str = "r", seconds: float = 60.0) -> tuple[RunDirectory, str]:
-        job = job_from_mapping({"name": name, "entry": "train:main"})
+        spec = {"name": name, "entry": "train:main", "resources": {"time": "2-00:00:00"}}
+        job = job_from_mapping(spec)
         run, file = create_run(job, runs=self.folder, site=SITE, submitted_from=self.folder)
         self.fake.script("job.sbatch", Runs(seconds=seconds))
         return run, submit_script(run, file, SITE, self.fake)
@@ -258,3 +261,47 @@ def test_a_run_that_can_not_be_read_does_not_hide_the_others(world: World) -> No
     found = only(world.watcher().round([bad, run]))
     assert found.finding.kind is FindingKind.UNREADABLE
     assert "chmod" in found.finding.next
+
+
+def test_what_nobody_has_thought_of_does_not_hide_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, job = world.submit("dead")
+    begins(run, job)
+    odd, other = world.submit("odd")
+    begins(odd, other)
+    world.fake.wait_state(other, JobState.COMPLETED)
+    world.fake.advance(timedelta(seconds=200))
+    watcher = world.watcher()
+    ask = world.fake.show_job
+
+    def show_job(wanted: str) -> object:
+        if wanted == other:
+            raise OverflowError("a time beyond all times")
+        return ask(wanted)
+
+    monkeypatch.setattr(world.fake, "show_job", show_job)
+    found = {each.finding.run: each.finding.kind for each in watcher.round([odd, run]).found}
+    assert found == {"odd": FindingKind.UNREADABLE, "dead": FindingKind.DEAD}
+
+
+def test_a_command_that_says_nothing_is_not_stuck(world: World) -> None:
+    run, job = world.submit(seconds=100_000)
+    begins(run, job).write(LaunchStarted(world_size=0))
+    world.fake.wait_state(job, JobState.RUNNING)
+    world.fake.advance(timedelta(hours=20))
+    assert world.watcher().round([run]).found == ()
+
+
+def test_forgotten_after_a_notice_it_is_left_to_a_person(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, job = world.submit(seconds=5000)
+    begins(run, job).write(NoticeSeen(what="SIGTERM", source="batch step"))
+    world.fake.wait_state(job, JobState.RUNNING)
+    world.fake.cancel(job)
+    world.fake.advance(timedelta(seconds=4000))
+    monkeypatch.setattr(world.fake, "accounting", lambda job: [])
+    found = only(world.watcher(RESTART).round([run]))
+    assert (found.finding.kind, found.done) == (FindingKind.DEAD, "")
+    assert world.asked("sbatch") == 1

@@ -61,6 +61,16 @@ def test_an_end_that_took_longer_is_learned_from_and_given_up_in_the_end() -> No
     assert queue is not None and queue.at_end == timedelta(seconds=3), "the queue's doing"
 
 
+def test_a_slow_end_is_seen_late() -> None:
+    """A node whose job lives on for 12 s looks after 11 and after 21 s."""
+    soon = sooner(PLAIN, ())
+    assert soon is not None
+    assert soon.at_last(timedelta(seconds=2)) == soon.at_end
+    for since in range(10, 31):
+        looks = next(each for each in (11, 21, 30, 40) if each >= since)
+        assert since + soon.at_last(timedelta(seconds=since)).total_seconds() >= looks + 2
+
+
 @given(
     st.integers(0, 400),
     st.integers(0, 200),

@@ -263,10 +263,13 @@ def test_a_successor_does_not_inherit_what_describes_its_predecessor(tmp_path: P
         "SLURM_NTASKS": "8",
         "SLURMD_NODENAME": "n1",
         "SRUN_CPUS_PER_TASK": "7",
+        "SLURM_FORGE_RUNS": "/scratch/me/runs",
+        "SLURM_FORGE_ATTEMPT": "3",
     }
     client(script, **inside).submit(tmp_path / "job.sh")
     names = set(script.environments[0])
-    assert names == {"PATH", "SLURM_CONF", "SRUN_CPUS_PER_TASK"}
+    # Without the folder of runs a successor would begin a run of its own.
+    assert names == {"PATH", "SLURM_CONF", "SRUN_CPUS_PER_TASK", "SLURM_FORGE_RUNS"}
 
 
 def test_an_update_says_exactly_what_is_to_change() -> None:

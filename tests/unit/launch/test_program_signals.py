@@ -1,0 +1,30 @@
+"""Who hears of a signal that comes between two starts of a program."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slurm_forge.launch.program_signals import ProgramSignals
+
+
+class Conductor:
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+
+    def stop(self, why: str) -> None:
+        self.stopped.append(why)
+
+
+def test_ctrl_c_between_two_starts_stops_the_next() -> None:
+    given: Any = Conductor()
+    with ProgramSignals() as signals:
+        signals.interrupt(2, None)
+        deadline = time.monotonic() + 10
+        while not signals.stopping:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        signals.wait(60)  # nobody is waited for any more
+        with signals.go_to(given):
+            assert given.stopped == ["SIGINT"]
+        assert given.stopped == ["SIGINT"], "said once: a second time would end it at once"
