@@ -68,10 +68,12 @@ class AttemptTeller:
         yield from (f"  {strike(each, one.last_seen, self._zone)}" for each in one.struck)
         yield from self._output(one, silent=one.ended is None and over)
         yield from self._held(one)
-        notes = one.notes if self._full else one.notes[:_SHOWN_NOTES]
+        # Each launch says what holds for all of them.
+        known = tuple(dict.fromkeys(one.notes))
+        notes = known if self._full else known[:_SHOWN_NOTES]
         yield from (f"  note: {t.clean(note, 400)}" for note in notes)
-        if len(notes) < len(one.notes):
-            yield f"  and {t.plural(len(one.notes) - len(notes), 'more note')}"
+        if len(notes) < len(known):
+            yield f"  and {t.plural(len(known) - len(notes), 'more note')}"
 
     def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
         """Where its output lies: needed where something went wrong, and asked for in full."""

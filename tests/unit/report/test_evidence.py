@@ -72,6 +72,14 @@ def test_where_the_stacks_lie_is_told_without_being_asked_for(scribe: Scribe) ->
     assert "more piece" not in text
 
 
+def test_what_every_launch_notes_is_told_once(scribe: Scribe) -> None:
+    scribe.begin()
+    for text in ("faults on purpose: nan@3", "another", "faults on purpose: nan@3"):
+        scribe.write("rank0", ev.Note(text=text))
+    assert told(scribe.facts()).count("note: faults on purpose: nan@3") == 1
+    assert "more note" not in told(scribe.facts())
+
+
 def test_ranks_that_are_gone_do_not_hide_what_tells_more(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
