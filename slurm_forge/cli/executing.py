@@ -63,8 +63,8 @@ def execute(
         str | None,
         typer.Option(
             metavar="WORDS",
-            help="Added from the second start on: '--resume_from_checkpoint {latest}'. Fields: "
-            "latest, attempt, launch, restarts, run_dir.",
+            help="Added from the second start on: '--resume {latest}'. Fields: latest, attempt, "
+            "launch, restarts, run_dir.",
         ),
     ] = None,
     progress_file: Annotated[

@@ -52,6 +52,8 @@ def rehearsed(checked: Checked, texts: Sequence[str], *, ranks: int) -> Checked:
                 next_step=f"There are {ranks} ranks, counted from 0.",
             )
     told = f"faults on purpose: {', '.join(map(str, faults))}"
+    if job.entry is None:
+        told += "; of a command they strike only ranks that join the run (slurm_forge.attach)"
     return replace(
         checked,
         job=job.model_copy(update={"inject": faults}),

@@ -98,15 +98,24 @@ def _prepared(
     path: Path, runs: Path | None, inject: list[str], ranks: int | None
 ) -> tuple[RunDirectory, RunFile]:
     """The run of the job file: a new one, or the one that was begun with it."""
+    import shlex
+
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.cli.preparing import check, make
     from slurm_forge.cli.rehearsing import rehearsed
+    from slurm_forge.errors import ConfigError
     from slurm_forge.launch.submission import renew_run, untouched
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.detection import GENERIC
     from slurm_forge.spec.run_file import read_run_file
 
     checked = check(path)
+    if checked.job.entry is None:
+        raise ConfigError(
+            "command: slurm-forge run trains an entry",
+            path=path,
+            next_step=f"To start a command here: slurm-forge exec --job {shlex.quote(str(path))}",
+        )
     count = ranks or checked.job.resources.tasks_per_node
     checked = rehearsed(checked, inject, ranks=count)
     for doubt in checked.doubts:

@@ -58,10 +58,11 @@ def watch(
     """Look after runs: what is held, gone, stuck or waits in vain is told, once.
 
     Requeues that Slurm did not answer are carried out.  One question to Slurm for all runs.
-    With --once, exit status 1: something new needs a person.
+    With --once, exit status 1: something new needs a person; 2: it could not look.
 
     Example:  slurm-forge watch --once --hook ~/bin/tell-me
     """
+    from slurm_forge.cli.failing import FAILED
     from slurm_forge.cli.places import (
         find_run,
         reference,
@@ -70,7 +71,7 @@ def watch(
         site_places,
         state_folder,
     )
-    from slurm_forge.errors import ForgeError
+    from slurm_forge.errors import ForgeError, RunDirectoryError
     from slurm_forge.launch.alert import hook_words
     from slurm_forge.launch.watcher import Watcher
     from slurm_forge.run_directory import RunDirectory
@@ -85,6 +86,11 @@ def watch(
         raise typer.BadParameter(f"--every: {error}") from None
     words = None if hook is None else hook_words(hook)
     folder = runs_folder(runs).absolute()
+    if not run and not folder.is_dir():
+        raise RunDirectoryError(
+            f"there is no folder {folder}: nothing would be looked after",
+            next_step="Say where runs are: --runs DIR or SLURM_FORGE_RUNS.",
+        )
     slurm = SubprocessSlurm.of_this_process()
     told = Told(state_folder() / "watch", folder)
     told.make()
@@ -107,11 +113,14 @@ def watch(
     def chosen() -> list[RunDirectory]:
         return asked or [RunDirectory.at(folder / name) for name in run_names(folder)]
 
-    pause = pause_s
+    pause, answered = pause_s, True
     while True:
         try:
             round_, news = _look(watcher, chosen(), told, whole=not asked)
             _tell(round_, news, folder, words, as_json=json)
+            if round_.answered is not answered and not json:
+                _say_whether_it_answers(round_)
+            answered = round_.answered
         except BrokenPipeError:
             raise
         except (ForgeError, OSError) as error:
@@ -124,9 +133,8 @@ def watch(
                 return
             continue
         if once:
-            if not round_.answered and not json:
-                typer.echo(f"Slurm's queue could not be asked: {round_.why}", err=True)
-            raise typer.Exit(_NEWS if any(one.finding.person for one in news) else 0)
+            needed = any(one.finding.person for one in news)
+            raise typer.Exit(_NEWS if needed else 0 if answered else FAILED)
         pause = pause_s if round_.answered else min(2 * pause, max(_LONGEST_PAUSE_S, pause_s))
         if not _rested(max(pause, _SHARE * round_.asked_s)):
             return
@@ -139,6 +147,12 @@ def _rested(seconds: float) -> bool:
     except KeyboardInterrupt:
         return False
     return True
+
+
+def _say_whether_it_answers(round_: Round) -> None:
+    """When it begins and when it ends, and not with every look between."""
+    words = "answers again" if round_.answered else f"could not be asked: {round_.why}"
+    typer.echo(f"Slurm's queue {words}", err=True)
 
 
 def _rest(seconds: float) -> None:

@@ -135,7 +135,7 @@ class Attachment:
         run = RunDirectory.existing(knobs.run or "")
         if self._name is not None and self._name != run.name:
             raise ConfigError(
-                f'slurm_forge.attach("{self._name}") in the run {run.name} of slurm-forge exec',
+                f'slurm_forge.attach("{self._name}"), but slurm-forge exec runs "{run.name}"',
                 next_step=f"Give both the same name: slurm-forge exec --name {self._name}, or "
                 "attach() without one.",
             )

@@ -22,6 +22,7 @@ from slurm_forge.recovery.nodes import Ledger, Strike
 from slurm_forge.recovery.strikes import strikes_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Incident
 
 __all__ = ["Avoider", "names_added", "open_ledger", "partition_of"]
@@ -36,6 +37,10 @@ def names_added(records: Iterable[Record]) -> frozenset[str]:
         elif isinstance(record.event, DecisionTaken):
             found.update(record.event.decision.plan.exclude_nodes)
     return frozenset(found)
+
+
+#: Slurm's and the driver's own word, which no fault on purpose brings about.
+_NEVER_INJECTED = frozenset({Cause.NODE_FAIL, Cause.GPU_ERROR})
 
 
 class Avoider:
@@ -68,7 +73,12 @@ class Avoider:
         self._heard.read()
 
     def strike(self, incident: Incident) -> NodesStruck | None:
-        """Write down what an incident says against nodes; the event for the journal, if it does."""
+        """Write down what an incident says against nodes; the event for the journal, if it does.
+
+        A rehearsal convicts no node: only what nobody can have made on purpose counts in it.
+        """
+        if self._job.inject and incident.cause not in _NEVER_INJECTED:
+            return None
         hosts = tuple(filter(None, map(self._node, incident.hosts)))
         found = strikes_of(
             replace(incident, hosts=hosts),

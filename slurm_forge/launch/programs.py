@@ -23,7 +23,7 @@ from slurm_forge.spec.run_file import RunFile, read_run_file
 
 __all__ = ["open_run", "program_job"]
 
-_KEY = re.compile(r"^(?P<where>[^\n]*?: )?(?P<key>[a-z_]+): ")
+_KEY = re.compile(r"^(?:[^\n]*?: )?(?P<key>[a-z_]+): ")
 _SHOWN = 5
 
 
@@ -68,7 +68,7 @@ def program_job(
     }
     stated = data.get("program") or {}
     if wanted and isinstance(stated, dict):
-        _check_options({**stated, **wanted})
+        _check_options(ProgramSpec, {**stated, **wanted})
         data["program"] = {**stated, **wanted}
     if lead is not None:
         data["lead"] = lead
@@ -81,21 +81,48 @@ def program_job(
             next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
             "in every job.",
         )
+    given = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
+    if given:
+        _check_options(JobSpec, {"name": "x", "command": ["true"], **given})
     data["name"] = chosen
+    if chosen == job_name:
+        _check_job_name(job_name)
     return build(JobSpec, replace(document, data=data))
 
 
-def _check_options(values: Mapping[str, Any]) -> None:
+def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]) -> None:
     """``ConfigError`` in the words of the command line."""
     try:
-        build_plain(ProgramSpec, values)
+        build_plain(model, values)
     except ConfigError as error:
         lines = [
-            _KEY.sub(lambda found: f"--{found['key'].replace('_', '-')}: ", line)
+            _as_options(_KEY.sub(lambda found: f"{found['key']}: ", line))
             for line in error.message.splitlines()
         ]
         raise ConfigError(
             "\n".join(lines), next_step=error.next_step or "See slurm-forge exec --help."
+        ) from None
+
+
+def _as_options(line: str) -> str:
+    """Keys as they are written there: ``--resume-arg: … of --checkpoint-glob``."""
+    line = re.sub(r"^([a-z_]+): ", lambda found: f"--{found[1].replace('_', '-')}: ", line)
+    for key in ProgramSpec.model_fields:
+        if "_" in key:
+            line = line.replace(key, f"--{key.replace('_', '-')}")
+    return line
+
+
+def _check_job_name(text: str) -> None:
+    """``ConfigError`` where Slurm's name of the job is none that a run can have."""
+    try:
+        build_plain(JobSpec, {"name": text, "command": ["true"]})
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run has no name, and that of the Slurm job, {text!r}, can't be its name: "
+            f"{error.message.removeprefix('name: ')}",
+            next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
+            "in every job.",
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 
 from slurm_forge.recovery.dumps import find_dump
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
@@ -60,10 +61,17 @@ def of_a_silence(facts: LaunchFacts) -> Judged:
         return Cause.HANG, Confidence.LIKELY, (Evidence("ranks", text), *words)
     status = facts.exit_status
     if status not in (None, 0):
-        words = (*words, Evidence("exit status", str(status)))
+        words = (*words, Evidence("exit status", _exit_status(status)))
     if status not in (None, 0) or facts.lost:
         return Cause.CRASH, Confidence.LIKELY, (*gone, *words)
     return Cause.UNKNOWN, Confidence.GUESS, words
+
+
+def _exit_status(status: int | None) -> str:
+    """``137 (SIGKILL)``: shells, launchers and we add 128 to the number of a deadly signal."""
+    number = (status or 0) - 128
+    known = next((each.name for each in signal.Signals if each.value == number), "")
+    return f"{status} ({known})" if known else str(status)
 
 
 def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:

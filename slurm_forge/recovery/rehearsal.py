@@ -165,8 +165,9 @@ class _Stage:
             for attempt in self._state.attempts
             if attempt.number == self._attempt
             for _, each in attempt.incidents
-            if each.cause is Cause.NODE_FAIL and each.id != incident.id
+            if each.id != incident.id
             for host in each.hosts
+            if each.cause is Cause.NODE_FAIL or host in self._state.plan.exclude_nodes
         }
         others = job.resources.allocation - len(lost | set(incident.hosts))
         nodes = (*(set(incident.hosts) - lost), *(f"other{n}" for n in range(others)))

@@ -30,7 +30,7 @@ _REMEDIES = {
     Cause.CHECKPOINT_BAD: "see why none is used (slurm-forge checkpoints list): promote one, or "
     "bring the folder back",
     Cause.APP_ERROR: "correct the error that the evidence shows",
-    Cause.CRASH: "look at the log of the rank that died",
+    Cause.CRASH: "look at the end of the output (of the rank that died, where there are several)",
     Cause.ENV_MISMATCH: "see the evidence: put back what differs (or allow it under environment:), "
     "install what is missing",
     Cause.EXTERNAL_SERVICE: "see whether the service answers again",

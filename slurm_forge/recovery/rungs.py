@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -97,7 +98,7 @@ def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances)
         case Action.REQUEUE:
             excluded = _excluded(rung, state, incident)
             moved = changes_between(plan, excluded)
-            if not _others_can_take_over(rung, incident, given.room):
+            if not _others_can_take_over(rung, incident, given.room, plan.exclude_nodes):
                 return Applied(plan=excluded, changes=moved)
             names = ", ".join(incident.hosts)
             remark = f"another node of the allocation in place of {names}"
@@ -110,14 +111,17 @@ def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances)
             return Applied(plan=plan)
 
 
-def _others_can_take_over(rung: Rung, incident: Incident, room: Room | None) -> bool:
+def _others_can_take_over(
+    rung: Rung, incident: Incident, room: Room | None, left: Sequence[str]
+) -> bool:
     """Whether what a requeue is for, other nodes, can be had without the queue.
 
-    A node that is lost is never used again here, whether or not the rung leaves it out.
+    A node that is lost is never used again here, whether or not the rung leaves it out; nor are
+    those that the plan has ``left`` out before, which are no others.
     """
     leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
     known = room is not None and room.outlives and bool(incident.hosts)
-    return leaves and known and room is not None and room.suffices(incident.hosts)
+    return leaves and known and room is not None and room.suffices({*incident.hosts, *left})
 
 
 def _too_little_room(incident: Incident, room: Room | None) -> str | None:

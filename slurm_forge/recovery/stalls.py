@@ -232,7 +232,7 @@ def _evidence(
         who = f"all ranks inside {' and '.join(calls)}:"
     head = (
         f"{who} no progress for {_seconds(one.since.total_seconds())} in {one.phase} at step "
-        f"{max(0, one.step)} ({one.kind} {took}, limit {_seconds(found.limit.total_seconds())})"
+        f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(found.limit.total_seconds())})"
     )
     lines = [Evidence("watchdog", head)]
     lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in shown]
@@ -282,5 +282,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
+def _number(step: int) -> str:
+    """``9 831``, as everywhere in what people read."""
+    return f"{max(0, step):,}".replace(",", " ")
+
+
 def _seconds(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 else "less than 1 ms"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

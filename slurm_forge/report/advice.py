@@ -70,17 +70,19 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
             return (
                 f"see what went wrong before: slurm-forge explain {name}",
-                f"then, {_to_go_on(state)}: {onward}",
+                f"then, {_to_go_on(state, standing)}: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
-            return (f"{_to_go_on(state)}: {onward}",)
+            return (f"{_to_go_on(state, standing)}: {onward}",)
         case _ if facts.stop_asked:
             return (f"nothing to do: it saves and stops; later, to go on: {onward}",)
         case _:
             return (f"nothing to do; to watch it: slurm-forge status {name} --follow",)
 
 
-def _to_go_on(state: RunState) -> str:
+def _to_go_on(state: RunState, standing: Standing) -> str:
+    if standing.of_program:  # from where, it knows itself
+        return "to go on"
     place = "the start" if state.committed_step is None else "the last checkpoint"
     return f"to go on from {place}"
 

@@ -32,7 +32,8 @@ _SHOWN_INCIDENTS = 8
 _SHOWN_EVIDENCE = 3
 #: What ranks that only followed the first one said: told in a few words.
 _FOLLOWERS = "followers"
-_ONLY_FOLLOWED = " only lost their peer"
+#: Where the stacks of a standstill lie: who reads of one wants them next.
+_STACKS = "stacks"
 _SHORT = 80
 #: A rank that went without a word: the least of what is known where there is anything else.
 _SILENT = re.compile(r"rank (\d{1,9}): on (\S+): gone")
@@ -67,10 +68,12 @@ class AttemptTeller:
         yield from (f"  {strike(each, one.last_seen, self._zone)}" for each in one.struck)
         yield from self._output(one, silent=one.ended is None and over)
         yield from self._held(one)
-        notes = one.notes if self._full else one.notes[:_SHOWN_NOTES]
+        # Each launch says what holds for all of them.
+        known = tuple(dict.fromkeys(one.notes))
+        notes = known if self._full else known[:_SHOWN_NOTES]
         yield from (f"  note: {t.clean(note, 400)}" for note in notes)
-        if len(notes) < len(one.notes):
-            yield f"  and {t.plural(len(one.notes) - len(notes), 'more note')}"
+        if len(notes) < len(known):
+            yield f"  and {t.plural(len(known) - len(notes), 'more note')}"
 
     def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
         """Where its output lies: needed where something went wrong, and asked for in full."""
@@ -239,13 +242,14 @@ class AttemptTeller:
             return _told(evidence, 0)
         followed = [each for each in evidence if each.source == _FOLLOWERS]
         silent = [each for each in evidence if _SILENT.fullmatch(f"{each.source}: {each.text}")]
-        own = [each for each in evidence if each not in (*followed, *silent)]
+        stacks = [each for each in evidence if each.source == _STACKS]
+        own = [each for each in evidence if each not in (*followed, *silent, *stacks)]
         told = _told(own[:_SHOWN_EVIDENCE], self._limit)
         if len(own) > _SHOWN_EVIDENCE:
             more = t.plural(len(own) - _SHOWN_EVIDENCE, "more piece")
             told.append(f"{more} with --attempt {attempt}")
-        told += _gone(silent)
-        told += [f"{t.clean(each.text, _SHORT)}{_ONLY_FOLLOWED}" for each in followed]
+        told += [*_gone(silent), *_told(stacks, 0)]
+        told += [_only_followed(each.text) for each in followed]
         return told
 
     def _probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
@@ -321,6 +325,11 @@ def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
 
 def _told(evidence: Sequence[s.Observation], limit: int) -> list[str]:
     return [t.observed(seen.source, seen.text, limit) for seen in evidence]
+
+
+def _only_followed(ranks: str) -> str:
+    whose = "its" if ranks.startswith("rank ") else "their"
+    return f"{t.clean(ranks, _SHORT)} only lost {whose} peer"
 
 
 def _gone(silent: Sequence[s.Observation]) -> list[str]:

@@ -45,6 +45,14 @@ class History:
         return bool(launches) and all(launch.program is not None for launch in launches)
 
     @property
+    def program(self) -> str | None:
+        """How far the program got, as it was told last; None where it is no program's run."""
+        if not self.of_program:
+            return None
+        launches = [launch for attempt in self.attempts for launch in attempt.launches]
+        return next((each.program for each in reversed(launches) if each.program), "")
+
+    @property
     def step(self) -> int | None:
         """Where training stands; None before any, and where a program never told."""
         step = self.lineage.step

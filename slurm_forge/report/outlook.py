@@ -39,7 +39,7 @@ def outlook(
     lines += _site_wide(job, site)
     if storage is not None and storage.purge_after is not None:
         lines.append(purge_outlook(PurgeRule(storage.purge_after, storage.purge_basis or "")))
-    lines.append(f"{_time_limit(job, site, names or [default_partition])}{_checkpoints(job)}.")
+    lines.append(f"{_time_limit(job, site, names or [default_partition])}{_saves(job)}.")
     return tuple(dict.fromkeys(lines))
 
 
@@ -82,8 +82,7 @@ def _notice(known: Preemption, job: JobSpec) -> str:
     if known.grace is None:
         return "after a notice of unknown length"
     if known.grace == timedelta(0):
-        every = _interval(job)
-        return f"without notice (only what was saved stays: checkpoint {every})"
+        return f"without notice (only what was saved stays: {_schedule(job)})"
     return f"after {_words(known.grace)} of notice"
 
 
@@ -125,15 +124,30 @@ def _time_limit(job: JobSpec, site: Site, names: list[str | None]) -> str:
         told = "the time limit is the partition's" if any(known) else "no time limit is asked for"
         return f"{told}; the run goes on beyond it in another attempt; "
     lead = lead_time(job, limit)
+    begins = "the program is told" if _keeps_its_own(job) else "the last save begins"
     return (
-        f"the last save begins {_words(lead)} before the time limit of {_words(limit)}, "
+        f"{begins} {_words(lead)} before the time limit of {_words(limit)}, "
         "and the run goes on beyond it in another attempt; "
     )
 
 
-def _checkpoints(job: JobSpec) -> str:
+def _keeps_its_own(job: JobSpec) -> bool:
+    """A command; unless its ranks join us (``attach``), for which alone one would say how."""
+    return job.command is not None and "checkpoint" not in job.model_fields_set
+
+
+def _saves(job: JobSpec) -> str:
+    if _keeps_its_own(job):
+        own = job.program.checkpoint_glob
+        return _schedule(job) + (f": {clean(own, 120)}" if own else "")
     keep = job.checkpoint.keep_last
-    return f"checkpoint {_interval(job)}, the newest {keep if keep > 1 else 'one'} kept"
+    return f"{_schedule(job)}, the newest {keep if keep > 1 else 'one'} kept"
+
+
+def _schedule(job: JobSpec) -> str:
+    if _keeps_its_own(job):
+        return "checkpoints are the program's own"
+    return f"checkpoint {_interval(job)}"
 
 
 def _interval(job: JobSpec) -> str:

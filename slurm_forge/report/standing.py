@@ -37,7 +37,8 @@ class Standing:
     ``doubtful``: the journal says that it runs, and nothing else does.  ``trouble`` is what went
     wrong before somebody stopped the run, and is not over by that.  ``held_job`` waits in the queue
     until it is released, ``waiting`` is what Slurm says of the job that waits, and ``not_started``
-    what a batch script said that could not even start us.
+    what a batch script said that could not even start us.  ``of_program``: the run is a program's
+    that keeps its own checkpoints, of which only it knows from where it goes on.
     """
 
     status: RunStatus
@@ -47,6 +48,7 @@ class Standing:
     held_job: str | None = None
     waiting: WaitingStory | None = None
     not_started: NotStarted | None = None
+    of_program: bool = False
 
 
 def again(reference: str, job: str) -> str:
@@ -102,10 +104,18 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
             held_job=held_job,
             waiting=waiting,
             not_started=not_started,
+            of_program=history.of_program,
         )
     trouble = unmended(history.attempts)
     told = words if not_started is not None else words + _before_that(trouble)
-    return Standing(status, told, doubtful, trouble, not_started=not_started)
+    return Standing(
+        status,
+        told,
+        doubtful,
+        trouble,
+        not_started=not_started,
+        of_program=history.of_program,
+    )
 
 
 def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotStarted | None:
@@ -213,6 +223,8 @@ def _running(facts: RunFacts, newest: AttemptStory) -> str:
     if _is_silent(facts, newest):
         return f"running, but nothing was heard of it for {span(facts.now - newest.last_seen)}"
     launch = newest.launches[-1] if newest.launches else None
+    if launch is not None and launch.program is not None:
+        return "its program runs"
     if launch is None or not launch.resumes:
         return "starting"
     if launch.stop_step is not None:

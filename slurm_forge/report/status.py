@@ -50,7 +50,9 @@ class Status:
     ``words`` says it in a sentence.  ``plan`` is None while it changes nothing.  ``open`` is what
     has been asked and not yet done; ``next`` is what a person can do; ``logged`` is the newest of
     every figure that ``run.log`` was given.  ``jobs`` are all that it has run as, ``waiting`` is
-    why it waits, where Slurm was asked.  Times are seconds since the epoch; None is unknown.
+    why it waits, where Slurm was asked.  ``program`` is how far a program got that keeps its own
+    checkpoints ("" where that was not seen), None in every other run.  Times are
+    seconds since the epoch; None is unknown.
     """
 
     run: str
@@ -74,6 +76,7 @@ class Status:
     logged: tuple[LoggedFigure, ...] = ()
     jobs: tuple[str, ...] = ()
     waiting: WaitingStory | None = None
+    program: str | None = None
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -110,6 +113,7 @@ def take_status(facts: RunFacts) -> Status:
         logged=tuple(sorted(history.lineage.figures.values(), key=lambda one: -one.step)),
         jobs=jobs_of(state, history),
         waiting=now.waiting,
+        program=history.program,
     )
 
 

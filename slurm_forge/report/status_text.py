@@ -34,7 +34,11 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
         yield "step", _step(status)
     if status.logged:
         yield "logged", figures(status.logged)
-    yield "checkpoint", _checkpoint(status, zone)
+    if status.program is None:
+        yield "checkpoint", _checkpoint(status, zone)
+    else:
+        far = t.clean(status.program, 120)
+        yield "progress", f"as far as {far}" if far else "none seen yet"
     if status.last_seen_age_s is not None and status.status == "running":
         yield "last heard", f"{t.span(status.last_seen_age_s)} ago"
     changed = "" if status.plan is None else _plan(status.plan, status.total_steps)

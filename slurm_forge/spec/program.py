@@ -162,6 +162,8 @@ class ProgramSpec(Section):
             raise wrong_key("resume_arg", "{latest} is the newest match of checkpoint_glob: add it")
         if self.done_exit_code is not None and self.done_exit_code == self.requeue_exit_code:
             raise wrong_key(
-                "requeue_exit_code", f"{self.done_exit_code} says that the program is through"
+                "requeue_exit_code",
+                f"{self.done_exit_code} says already that the program is through (done_exit_code): "
+                "choose another",
             )
         return self

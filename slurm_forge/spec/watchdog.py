@@ -9,6 +9,7 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from slurm_forge.spec.types import Factor, PositiveDuration, Section
+from slurm_forge.units import format_duration
 
 __all__ = ["WatchdogSpec"]
 
@@ -51,5 +52,8 @@ class WatchdogSpec(Section):
         if self.factor < 1:
             raise ValueError("factor is 1 or more: else every ordinary step would be a hang")
         if self.at_least > self.at_most:
-            raise ValueError("at_least is longer than at_most")
+            raise ValueError(
+                f"at_least ({format_duration(self.at_least)}) is longer than at_most "
+                f"({format_duration(self.at_most)}): raise at_most too"
+            )
         return self

@@ -132,7 +132,7 @@ finally:
     exec_ = ("-m", "slurm_forge.cli.main", "exec", "--name", "mine", "--", sys.executable)
     code, out = scripts(*exec_, script)
     assert code == 1
-    assert 'slurm_forge.attach("other") in the run mine of slurm-forge exec' in out
+    assert 'slurm_forge.attach("other"), but slurm-forge exec runs "mine"' in out
 
 
 def test_an_exception_is_told(scripts: Scripts) -> None:

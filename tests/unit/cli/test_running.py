@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from slurm_forge.cli.preparing import check
+from slurm_forge.cli.rehearsing import rehearsed
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState
 from slurm_forge.journal import events as ev
@@ -248,6 +250,21 @@ def test_a_note_of_a_journal_can_not_write_to_the_terminal(
 
 def job_of(shell: Shell) -> JobSpec:
     return read_run_file(shell.folder / "runs" / "tiny-gpt" / "run.yaml").job
+
+
+def test_a_command_is_for_exec(shell: Shell) -> None:
+    (shell.folder / "my job.yaml").write_text("name: x\ncommand: ['true']\n")
+    result = shell("run", "my job.yaml")
+    assert result.exit_code == 2
+    assert "my job.yaml: command: slurm-forge run trains an entry\n" in result.stderr
+    assert "slurm-forge exec --job 'my job.yaml'\n" in result.stderr
+    assert not (shell.folder / "runs").exists()
+
+
+def test_faults_for_a_command_are_told_to_be_of_little_use(shell: Shell) -> None:
+    (shell.folder / "job.yaml").write_text("name: x\ncommand: ['true']\ninject: [nan@3]\n")
+    checked = rehearsed(check(shell.folder / "job.yaml"), [], ranks=1)
+    assert "nan@3; of a command they strike only ranks that join the run" in checked.doubts[0]
 
 
 def test_faults_of_the_command_line_join_those_of_the_job_file(

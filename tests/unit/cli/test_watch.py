@@ -144,6 +144,16 @@ def test_without_slurm_it_says_so(folder: Path) -> None:
     told = watch(folder)
     assert "Unable to contact slurm controller" in told.output
     assert "held" in told.output, "what the journals say is told all the same"
+    assert told.exit_code == 1
+    again = watch(folder)
+    assert (again.exit_code, again.stdout) == (2, ""), "nothing new is not: nothing is wrong"
+
+
+def test_a_folder_that_is_not_there_is_no_quiet_success(folder: Path) -> None:
+    told = watch(folder / "elsewhere")
+    assert told.exit_code == 2
+    assert "nothing would be looked after\n  Say where runs are" in told.stderr
+    assert watch(folder).exit_code == 0, "an empty one is: runs come later"
 
 
 def test_another_watcher_that_takes_long_does_not_end_the_watch(
@@ -205,3 +215,7 @@ def test_a_controller_that_does_not_answer_is_asked_less_and_less_often(
     assert told.exit_code == 0
     assert pauses == [100, 200, 400, 800, 900, 900, 900, 50]
     assert told.stdout.count("held: hang") == 1
+    assert [line.partition(":")[0] for line in told.stderr.splitlines()] == [
+        "Slurm's queue could not be asked",
+        "Slurm's queue answers again",
+    ], "each change is told once"

@@ -45,8 +45,8 @@ PARTITION = frozenset(f"n{number:02d}" for number in range(20))
 ALLOCATED = ("n05", "n06", "n07", "n08")
 
 
-def job(resources: str = "{nodes: 4}") -> JobSpec:
-    text = f"name: tiny\nentry: tiny:train\nargs: {{}}\nresources: {resources}\n"
+def job(resources: str = "{nodes: 4}", inject: str = "[]") -> JobSpec:
+    text = f"name: tiny\nentry: tiny:train\nresources: {resources}\ninject: {inject}\n"
     return build(JobSpec, load(text, "job.yaml"))
 
 
@@ -75,13 +75,14 @@ class Bench:
         run: str = "a",
         ledger: NodeLedger | None = None,
         resources: str = "{nodes: 4}",
+        inject: str = "[]",
         partition: frozenset[str] | None = PARTITION,
         patience: timedelta = timedelta(seconds=20),
     ) -> Avoider:
         return Avoider(
             self.ledger() if ledger is None else ledger,
             RunDirectory.at(self.folder / "runs" / run),
-            job=job(resources),
+            job=job(resources, inject),
             nodes=ALLOCATED,
             partition=partition,
             tell=self.told.append,
@@ -122,6 +123,14 @@ def test_a_first_strike_is_written_down_and_leaves_nothing_out(bench: Bench) -> 
     again = avoider.strike(replace(hang, id="1.3"))
     assert again is not None
     assert again.excluded == ("n06",)
+
+
+def test_a_rehearsal_convicts_no_node(bench: Bench) -> None:
+    crash = replace(lost(), cause=Cause.CRASH)
+    assert bench.avoider().strike(crash) is not None
+    rehearsed = bench.avoider(run="b", inject="[kill@3]")
+    assert rehearsed.strike(crash) is None
+    assert rehearsed.strike(lost()) is not None, "nobody makes Slurm lose a node on purpose"
 
 
 def test_the_same_incident_told_twice_counts_once(bench: Bench) -> None:

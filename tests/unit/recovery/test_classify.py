@@ -422,7 +422,7 @@ CASES = [
         {"lost": (LostRank(1, "n1"),), "exit_status": 139},
         hosts=("n1",),
         rank=1,
-        says="139",
+        says="139 (SIGSEGV)",
     ),
     Case(
         "srun failed before any rank came",

@@ -107,6 +107,11 @@ def test_spare_nodes_are_used_up_and_come_back_with_the_next_start() -> None:
     assert steps_of("resources: {nodes: 4}\n", Cause.NODE_FAIL, repeat=3) == ["requeue"] * 3
 
 
+def test_a_node_that_hung_is_no_spare_one() -> None:
+    text = "resources: {nodes: 2, spare_nodes: 1}"
+    assert steps_of(text, Cause.HANG, repeat=4) == ["relaunch"] * 3 + ["requeue"]
+
+
 def test_where_nothing_is_saved_in_time_the_third_attempt_is_the_last() -> None:
     text = "recovery: {hang: [{do: requeue, times: 9}]}\n"
     assert steps_of(text, Cause.HANG, at=50) == ["requeue", "requeue", "hold"]

@@ -162,6 +162,13 @@ def test_whatever_leaves_a_node_out_takes_the_spare_one() -> None:
     assert Life().happens(Cause.UNKNOWN, hosts=("n2",), room=FOUR).action is Action.REQUEUE
 
 
+def test_a_node_that_was_left_out_before_is_no_spare_one() -> None:
+    life = Life()
+    assert life.happens(Cause.GPU_ERROR, hosts=("n2",), room=FOUR).action is Action.RELAUNCH
+    again = life.happens(Cause.GPU_ERROR, hosts=("n3",), room=FOUR)
+    assert (again.action, again.plan.exclude_nodes) == (Action.REQUEUE, ("n2", "n3"))
+
+
 def test_ranks_are_not_started_where_too_few_nodes_are_left() -> None:
     ladder = [{"do": "relaunch", "times": 1}, {"do": "requeue", "times": 1}]
     life = Life(Recovery.model_validate({"node_fail": ladder}))

@@ -138,6 +138,19 @@ def test_who_is_not_in_the_collective_is_late() -> None:
     ]
 
 
+def test_short_steps_and_large_numbers_are_readable() -> None:
+    stretches = Stretches(Rules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
+    for _ in range(5):
+        stretches.note("train", 0.0034)
+    views = [at(0, 40, step=9831), at(1, 40, step=9831)]
+    found = standstill(views, stretches)
+    assert found is not None
+    looks = {0: look(WAITING), 1: look()}
+    stall = judge(found, {view.rank: view for view in views}, looks, looks, stretches)
+    assert isinstance(stall, Stall)
+    assert "in train at step 9 831 (train took up to 3 ms before" in stall.evidence[0].text
+
+
 def test_all_in_one_collective_names_nobody() -> None:
     stall = judged([at(0, 40), at(1, 40)], {0: look(WAITING), 1: look(WAITING)})
     assert isinstance(stall, Stall) and stall.late_ranks == ()

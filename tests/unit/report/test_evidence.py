@@ -59,6 +59,27 @@ def test_the_strongest_evidence_is_told_and_all_of_it_on_request(scribe: Scribe)
     assert all(f"source {n}: fact {n}" in told(scribe.facts(), attempt=1) for n in range(1, 7))
 
 
+def test_where_the_stacks_lie_is_told_without_being_asked_for(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    seen = ("watchdog: rank 1 no progress", "rank 1: loop (train.py:12)", "others: rank 0 waiting")
+    said = [Evidence(*each.split(": ", 1)) for each in seen]
+    stacks = Evidence("stacks", "attempts/1/stacks/1/rank-00001.txt")
+    evidence = (*said, stacks, Evidence("followers", "rank 0"))
+    scribe.incident(Cause.HANG, Action.RELAUNCH, evidence=evidence)
+    text = " ".join(told(scribe.facts()).split())
+    assert "stacks: attempts/1/stacks/1/rank-00001.txt rank 0 only lost its peer" in text
+    assert "more piece" not in text
+
+
+def test_what_every_launch_notes_is_told_once(scribe: Scribe) -> None:
+    scribe.begin()
+    for text in ("faults on purpose: nan@3", "another", "faults on purpose: nan@3"):
+        scribe.write("rank0", ev.Note(text=text))
+    assert told(scribe.facts()).count("note: faults on purpose: nan@3") == 1
+    assert "more note" not in told(scribe.facts())
+
+
 def test_ranks_that_are_gone_do_not_hide_what_tells_more(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)

@@ -18,7 +18,8 @@ from tests.unit.report.journals import Scribe
 
 STATUS = (
     "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
-    "last_seen_age_s checkpoint plan open next warnings logged jobs waiting"
+    "last_seen_age_s checkpoint plan open next warnings logged jobs waiting "
+    "program"
 )
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "

@@ -56,6 +56,16 @@ def test_time_limit_lead_and_checkpoints() -> None:
     ) in text
 
 
+def test_checkpoints_of_a_command_are_its_own() -> None:
+    job = {"entry": None, "command": ["./t"], "program": {"checkpoint_glob": "out/ck-*"}}
+    text = told({"preemption_default": {"mode": "REQUEUE", "grace": "0s"}}, {"time": "1h"}, **job)
+    assert "without notice (only what was saved stays: checkpoints are the program's own)" in text
+    assert "the program is told 120 s before the time limit of 1 h" in text
+    assert text.endswith("checkpoints are the program's own: out/ck-*.")
+    joins = told({}, entry=None, command=["./t"], checkpoint={"every_steps": 5})
+    assert "every 5 steps" in joins, "its ranks join the run"
+
+
 def test_what_slurm_will_refuse_is_said_before() -> None:
     facts = {"max_time": "2d", "max_nodes": 4, "self_requeue_allowed": False}
     text = told({"partitions": {"p": facts}}, {"partition": "p", "time": "72:00:00", "nodes": 8})

@@ -190,6 +190,20 @@ def test_of_very_many_nodes_some_are_shown(scribe: Scribe) -> None:
     assert len(take_status(scribe.facts()).nodes) == 667
 
 
+def test_a_program_keeps_its_own_checkpoints(scribe: Scribe) -> None:
+    scribe.begin(job="exec-7")
+    scribe.launch -= 1
+    scribe.relaunch(world_size=0)
+    assert screen(scribe.facts())["status"] == "running: its program runs"
+    assert screen(scribe.facts())["progress"] == "none seen yet"
+    scribe.write("supervisor", ev.Advanced(what="out/checkpoint-31", step=31))
+    scribe.incident(Cause.STOP_REQUESTED, Action.STOP)
+    shown = screen(scribe.facts())
+    assert shown["progress"] == "as far as out/checkpoint-31"
+    assert "checkpoint" not in shown, "none of ours is no loss"
+    assert shown["next"] == "to go on: the same slurm-forge exec again"
+
+
 def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:
     scribe.begin()
     scribe.run.stop_file.touch()

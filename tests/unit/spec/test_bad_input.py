@@ -119,7 +119,7 @@ IN_A_JOB = [
     ("watchdog: {timeout: 5m}", 3, 'watchdog.timeout: unknown key (did you mean "at_most"?)'),
     ("watchdog: {at_least: 30}", 3, 'watchdog.at_least: 30 has no unit; write "30s" for seconds or "30m" for minutes'),
     ("watchdog: {factor: 0.5}", 3, "watchdog: factor is 1 or more: else every ordinary step would be a hang"),
-    ("watchdog: {at_least: 20m}", 3, "watchdog: at_least is longer than at_most"),
+    ("watchdog: {at_least: 20m}", 3, "watchdog: at_least (20m) is longer than at_most (10m): raise at_most too"),
     ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are no values here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
     ("probe: {enabled: 1}", 3, "probe.enabled: expected true or false, got 1"),
