@@ -231,22 +231,3 @@ def test_a_task_of_an_array_comes_back_alone(slurm: SlurmCluster, tmp_path: Path
     for task in tasks:
         done = (tmp_path / f"out.{task}" / "all").read_text().split()
         assert done == [str(n) for n in range(1, 81)], "two of them did its work"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["--time=1", "--time=2 --signal=B:USR1@90"])
-def test_the_end_of_the_time_limit(slurm: SlurmCluster, tmp_path: Path, options: str) -> None:
-    """A loop of 70 s in jobs that may not be so long, or are told of their end soon."""
-    job = own(
-        slurm,
-        tmp_path,
-        f"--partition=normal {options}",
-        command='exec slurm-forge exec --lead 20s --progress-file "$OUT/done" -- '
-        'bash examples/exec/loop.sh "$OUT" 300',
-    )
-    script = of_name(slurm, tmp_path, "own", job)
-    state = script.watched.wait_finished(150)
-    cause = state.attempts[0].incidents[0][1].cause
-    assert cause is (Cause.TIME_LIMIT if "USR1" not in options else cause)
-    assert len(state.attempts) > 1
-    assert (script.out / "all").read_text().split() == [str(n) for n in range(1, 301)]
