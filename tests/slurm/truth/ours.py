@@ -24,7 +24,14 @@ from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import SlurmCluster
 from tests.jobs import consumed
-from tests.slurm.harness import REPOSITORY, Watched, environment, job_mapping, submit
+from tests.slurm.harness import (
+    REPOSITORY,
+    Watched,
+    environment,
+    job_mapping,
+    submit,
+    worker_of,
+)
 from tests.slurm.truth.cells import EVERY, Cell, Submission
 from tests.slurm.truth.faults import commands_without, runs_folder
 from tests.slurm.truth.judging import Ended, Row, Uninterrupted, judge, outcome_of, row_of
@@ -62,16 +69,24 @@ class OurTarget:
         )
 
     def wait_reaction(self, seconds: float) -> bool:
-        before = set(self.cluster.tasks(self.job).values())
+        before = self._ranks()
         try:
             self.cluster.wait_for(
-                lambda: not before <= set(self.cluster.tasks(self.job).values()),
+                lambda: not before <= self._ranks(),
                 seconds,
                 "ranks to go",
             )
         except ForgeError:
             return False
         return True
+
+    def _ranks(self) -> set[int]:
+        """Processes that train: agents outlive them."""
+        found = set()
+        for task in self.cluster.tasks(self.job).values():
+            with contextlib.suppress(OSError, ValueError):  # it has just gone
+                found.add(worker_of(task.pid))
+        return found
 
 
 @dataclass
