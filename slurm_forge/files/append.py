@@ -57,6 +57,11 @@ class AppendFile:
             if descriptor >= 0:
                 os.close(descriptor)
 
+    def __del__(self) -> None:
+        # Who is forgotten gives its descriptor back, as files of Python do.
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
     def _sync(self) -> None:
         if self._sync_failed:
             raise OSError(errno.EIO, "an earlier fsync of this file failed", str(self.path))

@@ -64,7 +64,8 @@ def test_a_run_killed_for_memory_comes_back_with_more_of_it(
     assert (incident.cause, incident.confidence) == (Cause.HOST_OOM, Confidence.LIKELY)
     assert incident.rank == 0
     told = " ".join(f"{each.source}: {each.text}" for each in incident.evidence)
-    assert "oom-kill" in told and "task 0: Out Of Memory" in told, told + watched.story()
+    # Its agent lives on and tells of it: srun, which would say "Out Of Memory", sees the agent.
+    assert "oom_kill from 0 to 1" in told, told + watched.story()
     decision = state.attempts[0].decisions[0][1]
     assert decision.action is Action.RAISE_MEM
     assert [(c.parameter, c.old, c.new) for c in decision.changes] == [("mem_factor", "1", "2")]
