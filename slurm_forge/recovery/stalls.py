@@ -236,9 +236,11 @@ def _evidence(
     )
     lines = [Evidence("watchdog", head)]
     lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in shown]
-    waiting = [r for r in found.over if r not in late and _where(looks, r).together]
+    # Also those that have not been there for long enough themselves.
+    waiting = [r for r in sorted(looks) if r not in late and _where(looks, r).together]
     if late and waiting:
-        lines.append(Evidence("others", f"{_ranks(waiting)} waiting in {' and '.join(calls)}"))
+        where = " and ".join(sorted({_where(looks, rank).call for rank in waiting}))
+        lines.append(Evidence("others", f"{_ranks(waiting)} waiting in {where}"))
     file = next((looks[rank].file for rank in shown if _file(looks, rank)), "")
     return (*lines, Evidence("stacks", file)) if file else tuple(lines)
 
