@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
 
+from slurm_forge.control.message import Message
+from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
@@ -66,13 +68,6 @@ class RequestKind(str, Enum):
     RECOVER = "recover"
     #: A limit on the gradient norm, a number in ``reason``: updates above it are left out.
     LIMIT = "limit"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Base of all messages; ``tag`` is the word on the wire."""
-
-    tag: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,24 +277,6 @@ class LeftOut(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeArrived(Message):
-    """A rank has issued its part of probe ``id``."""
-
-    tag: ClassVar[str] = "probe_arrived"
-    id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeDone(Message):
-    """A rank's part of probe ``id`` is complete, with the right value or not."""
-
-    tag: ClassVar[str] = "probe_done"
-    id: int
-    latency_s: float
-    ok: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attend(Message):
     """First line of a rank's witness, which belongs to the launch and is no member of it."""
 
@@ -471,6 +448,10 @@ def _value(annotation: str, value: object) -> object:
             return RequestKind(value)
         case "int":
             return _integer(value)
+        case "tuple[int, ...]":
+            if not isinstance(value, list):
+                raise TypeError("list of int")
+            return tuple(_integer(part) for part in value)
         case "float":
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise TypeError("float")
