@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from slurm_forge.control.message import Message
+from slurm_forge.control.pace_words import Paced
 from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
@@ -31,6 +32,7 @@ __all__ = [
     "Message",
     "NotCommitted",
     "Notice",
+    "Paced",
     "ProbeArrived",
     "ProbeDone",
     "Propose",
@@ -376,6 +378,7 @@ _KINDS: tuple[type[Message], ...] = (
     LeftOut,
     ProbeArrived,
     ProbeDone,
+    Paced,
     Attend,
     Pulse,
     Lasted,

@@ -27,6 +27,7 @@ from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.questions import Questions
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.trends import Trends
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
@@ -81,6 +82,14 @@ class Conductor:
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+        self._trends = Trends(
+            hub.members,
+            factor=timing.straggler,
+            every=timing.pace_every,
+            clock=clock,
+            wall=lambda: now().timestamp(),
+            baselines=timing.baselines,
+        )
         self._watchdog = Watchdog(
             hub,
             timing.hang,
@@ -205,6 +214,8 @@ class Conductor:
                 self._left_out.said(rank, message.step, self._clock())
             case p.ProbeArrived() | p.ProbeDone():
                 self._judge.hear(rank, message)
+            case p.Paced():
+                self._trends.hear(rank, message)
             case p.Lasted() | p.Stacks():
                 self._watchdog.hear(rank, message)
             case _:
@@ -277,6 +288,8 @@ class Conductor:
                 if not measured.ok:
                     self._seen.feel_pulse(self._hub.members(), measured, now)
                     self._end()
+        for event in self._trends.look(now):
+            self._note(event)
         self._watch_for_stalls(now)
         self._ending.look(now)
 
