@@ -11,6 +11,8 @@ from slurm_forge.recovery.interval import measured_interval, seen_between
 from slurm_forge.recovery.stretches import Rules
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["Timing", "lead_time", "planned_end", "timing"]
 
@@ -40,6 +42,8 @@ class Timing:
     straggler: float | None = None
     pace_every: timedelta = timedelta(seconds=15)
     baselines: tuple[Baseline, ...] = ()
+    #: Whether more is done about a slow node than to tell of it.
+    acts_on_stragglers: bool = False
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -103,6 +107,9 @@ def timing(
         straggler=job.probe.straggler if job.probe.enabled else None,
         pace_every=job.probe.pace_every,
         baselines=state.baselines,
+        acts_on_stragglers=any(
+            rung.do is not Action.WARN for rung in job.recovery.ladder(Cause.STRAGGLER)
+        ),
     )
 
 

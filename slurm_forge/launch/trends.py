@@ -74,6 +74,7 @@ class Trends:
         self._late: dict[int, float] = {}
         self._next_sample = 0.0
         self._told: list[Event] = []
+        self._newly: Straggler | None = None
         self._exchange_s = 0.0
 
     # -- hearing -------------------------------------------------------------------------------
@@ -105,6 +106,11 @@ class Trends:
         """Who is slow now."""
         return self._straggling.named
 
+    def newly_slow(self) -> Straggler | None:
+        """Who has been told of last, once."""
+        found, self._newly = self._newly, None
+        return found
+
     def look(self, now: float) -> tuple[Event, ...]:
         """What is to be written down, if anything."""
         if self._factor is not None and self._opened is not None:
@@ -130,6 +136,8 @@ class Trends:
         found = self._straggling.window(readings)
         self._compare(readings)
         for each in found:
+            if isinstance(each, Straggler):
+                self._newly = each
             self._told.append(_event(each, max(r.step for r in readings)))
         if found or self._sample_is_due(now):
             self._told.append(self._sample(now, readings))

@@ -18,7 +18,7 @@ from statistics import median
 
 from slurm_forge.recovery.drift import spread_of
 
-__all__ = ["Over", "Reading", "Straggler", "Straggling", "Why"]
+__all__ = ["Over", "Reading", "Straggler", "Straggling", "Why", "in_words"]
 
 #: Windows in a row, and steps in them, before anything is said; and windows before it is over.
 _ROW = 3
@@ -35,6 +35,7 @@ _TRIALS = 3
 _NEW_TRIALS = 3
 #: A trial agrees if it explains this much of what the rank is slower by.
 _EXPLAINS = 0.4
+_SHOWN = 8
 #: So many windows a trial is waited for.
 _PATIENCE = 24
 #: Above so many hosts the median of all is as good as that of all others.
@@ -358,6 +359,26 @@ class Straggling:
             known = self._usual.setdefault(each.rank, [])
             if others is not None and others.middle > 0 and each.own_s > 0 and len(known) < _USUAL:
                 known.append(each.own_s / others.middle)
+
+
+def in_words(slow: Straggler) -> str:
+    """``n06 (rank 3) 1.6x slower than the others since step 9 800: the node itself …``."""
+    who = ", ".join(map(str, slow.ranks[:_SHOWN])) + (", …" if len(slow.ranks) > _SHOWN else "")
+    who = f"{slow.host} ({'rank' if len(slow.ranks) == 1 else 'ranks'} {who})"
+    factor = slow.factor or slow.trial
+    since = f"{slow.since_step:,}".replace(",", " ")
+    cost = f"; each step {1000 * slow.lost_s:.3g} ms longer" if slow.lost_s > 0 else ""
+    head = f"{who} {factor:.2f}x slower than the others since step {since}"
+    match slow.why:
+        case Why.NODE:
+            why = f"the node itself (the same work takes {slow.trial:.2f}x as long there)"
+        case Why.STARVED:
+            why = f"its processors are kept from it for {100 * slow.queued:.0f} % of the time"
+            if slow.throttled > 0:
+                why += " (its control group is held back: a processor quota)"
+        case Why.WORK:
+            why = "its part of the steps has become longer; the node computes as fast as the others"
+    return f"{head}: {why}{cost}"
 
 
 @dataclass(frozen=True, slots=True)
