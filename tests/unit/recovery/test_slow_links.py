@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.drift import Drift, spread_of
-from slurm_forge.recovery.slow_links import Figure, LinkPast, SlowLinks, Slower, lateness
+from slurm_forge.recovery.slow_links import Figure, LinkPast, Slower, SlowLinks, lateness
 
 FAST, SLOW = 11.8e9, 4.1e9
 

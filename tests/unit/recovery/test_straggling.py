@@ -84,7 +84,7 @@ def uneven(seed: int, ranks: int) -> list[float]:
 
 
 NOISE: dict[str, Callable[[int], Job]] = {
-    "even": lambda seed: Job(seed),
+    "even": Job,
     "rank 0 has more to do": lambda seed: Job(seed, work=(1.5, *[1.0] * 7)),
     "unequal work": lambda seed: Job(seed, work=uneven(seed, 8)),
     "two stages of a pipeline": lambda seed: Job(seed, work=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2)),
