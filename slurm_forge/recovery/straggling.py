@@ -127,8 +127,8 @@ class _Row:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that were in nearly all of them: windows of two ranks do not begin together."""
-        least = self.windows - max(1, self.windows // 4)
+        """Ranks that were in half of them: windows of two ranks do not begin together."""
+        least = self.windows / 2
         return tuple(sorted(rank for rank, count in self.ranks.items() if count >= least))
 
 
