@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
 
@@ -40,8 +40,6 @@ _SHOWN = 8
 _LEAST = 1e-3
 #: Windows that must say that a thread is kept from its processors: each by itself scatters.
 _QUEUED = 6
-#: So many windows a trial is waited for.
-_PATIENCE = 24
 #: Above so many hosts the median of all is as good as that of all others.
 _MANY_HOSTS = 8
 
@@ -193,7 +191,7 @@ class Straggling:
             slow = {}
         for host in hosts:
             if host in self._named:
-                found += self._go_on(host, slow.get(host, []), own)
+                found += self._go_on(host, slow.get(host, []), hosts, own, told=told)
             elif host in slow:
                 found += self._add(host, slow[host], hosts, own, told=told)
             else:
@@ -265,6 +263,12 @@ class Straggling:
         straggler = self._judge(host, row, hosts, told=told)
         if straggler is None:
             return []
+        before = self._named.get(host)
+        if before is not None:
+            if not straggler.why.of_node:
+                return []  # as has been said
+            before.straggler = replace(straggler, since_step=before.straggler.since_step)
+            return [before.straggler]
         del self._rows[host]
         lost = row.steps * straggler.lost_s
         self._named[host] = _Named(straggler, steps=row.steps, lost_s=lost)
@@ -286,7 +290,7 @@ class Straggling:
             why = Why.NODE
         elif self._explains(kept, factor):
             why = Why.STARVED
-        elif row.trials >= _NEW_TRIALS or row.windows >= _PATIENCE:
+        elif row.trials >= _NEW_TRIALS and self._tries_well(row, hosts, factor):
             why = Why.WORK if self._is_new(row, factor) else None
         if why is None:
             return None
@@ -324,6 +328,15 @@ class Straggling:
             found.append(least / others.middle if surely else min(1.0, least / others.middle))
         return median(found) if found else 0.0
 
+    def _tries_well(self, row: _Row, hosts: Mapping[str, list[Reading]], factor: float) -> bool:
+        """Whether the trial says that the node is as fast: not where it says nothing clear."""
+        rest = _others(hosts, {rank: self.trial(rank) for rank in self._trials})
+        tried = [r for r in row.members if r in rest and rest[r].middle > 0]
+        usual = 1 + (1 - _EXPLAINS) * (factor - 1)
+        return bool(tried) and all(
+            self.trial(r) < min(self._exit, usual) * rest[r].middle for r in tried
+        )
+
     def _queued(
         self, members: Sequence[Reading], hosts: Mapping[str, list[Reading]]
     ) -> float | None:
@@ -342,10 +355,20 @@ class Straggling:
     # -- who has been told of ------------------------------------------------------------------
 
     def _go_on(
-        self, host: str, slow: list[Reading], own: Mapping[int, _Rest]
+        self,
+        host: str,
+        slow: list[Reading],
+        hosts: Mapping[str, list[Reading]],
+        own: Mapping[int, _Rest],
+        *,
+        told: bool,
     ) -> list[Straggler | Over]:
         named = self._named[host]
         if slow:
+            if not named.straggler.why.of_node:  # it may turn out to be the node all the same
+                found = self._add(host, slow, hosts, own, told=told)
+                if found:
+                    return found
             named.well = 0
             steps = min(each.count for each in slow)
             named.steps += steps
@@ -353,6 +376,7 @@ class Straggling:
             named.lost_s += steps * max(more, default=0.0)
             return []
         named.well += 1
+        self._rows.pop(host, None)
         if named.well < _OVER:
             return []
         del self._named[host]

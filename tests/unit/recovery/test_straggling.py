@@ -185,6 +185,49 @@ def test_who_gets_more_to_do_than_before_is_told_and_the_node_is_not_blamed() ->
     assert "its part of the steps has become longer" in in_words(slow)
 
 
+def test_what_looked_like_work_may_turn_out_to_be_the_node() -> None:
+    straggling = Straggling(1.25)
+    found: list[Straggler | Over] = []
+    for window in range(60):
+        readings = [
+            Reading(
+                rank=rank,
+                host=f"n{rank}",
+                step=(window + 1) * 20,
+                count=20,
+                own_s=0.1 * (2.0 if rank == 2 and window >= 12 else 1.0),
+                spread_s=0.001,
+                trial_s=2e-4 * (2.0 if rank == 2 and window >= 30 else 1.0),
+            )
+            for rank in range(4)
+        ]
+        found += straggling.window(readings)
+    assert [each.why for each in found if isinstance(each, Straggler)] == [Why.WORK, Why.NODE]
+    assert [each.why for each in straggling.named] == [Why.NODE]
+
+
+def test_a_trial_that_says_nothing_clear_is_no_word_for_the_node() -> None:
+    straggling = Straggling(1.25)
+    rng = random.Random(4)
+    found: list[Straggler | Over] = []
+    for window in range(60):
+        readings = [
+            Reading(
+                rank=rank,
+                host=f"n{rank}",
+                step=(window + 1) * 20,
+                count=20,
+                own_s=0.1 * (3.0 if rank == 2 and window >= 12 else 1.0),
+                spread_s=0.001,
+                # A machine so busy that the same work takes anything; slower here, all in all.
+                trial_s=2e-4 * rng.uniform(1, 4) * (3.0 if rank == 2 and window >= 12 else 1.0),
+            )
+            for rank in range(4)
+        ]
+        found += straggling.window(readings)
+    assert all(each.why is Why.NODE for each in found if isinstance(each, Straggler))
+
+
 def test_a_node_whose_processors_are_busy_with_something_else() -> None:
     # The same speed where it runs, and it seldom does: the fastest of several tries hides that.
     job = Job(5, slow=frozenset({2, 3}), by=2.0, trial_too=False, starved=0.5)
