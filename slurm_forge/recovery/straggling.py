@@ -82,8 +82,8 @@ class Straggler:
 
     ``factor``: of their own part of a step (0 where that can't be told), ``trial``: of the trial (0
     where there was none).  ``lost_s`` is what all others wait longer for them, per step.
-    ``queued`` is the share of the time that processors were kept from it beyond what the others
-    lack, ``throttled`` how often its control group was held back; -1 where nobody says.
+    ``queued`` is the share of its part in which it got no processor, beyond what the others lack,
+    ``throttled`` how often its control group was held back; -1 where nobody says.
     """
 
     host: str
@@ -345,12 +345,14 @@ class Straggling:
             hosts,
             {r.rank: r.starved for on_it in hosts.values() for r in on_it if r.starved >= 0},
         )
-        more = [
-            (1 - rest[r.rank].middle) / max(_LEAST, 1 - r.starved)
-            for r in members
-            if r.rank in rest and r.starved >= 0
-        ]
-        return median(more) if more else None
+        found = []
+        for each in members:
+            if each.rank not in rest or each.starved < 0 or each.own_s <= 0:
+                continue
+            # Per step, all of which are as long for everybody: they wait for each other.
+            more = (each.starved - rest[each.rank].middle) * (each.own_s + each.wait_s)
+            found.append(each.own_s / max(_LEAST * each.own_s, each.own_s - max(0.0, more)))
+        return median(found) if found else None
 
     # -- who has been told of ------------------------------------------------------------------
 
@@ -415,7 +417,7 @@ def in_words(slow: Straggler) -> str:
         case Why.NODE:
             why = f"the node itself (the same work takes {slow.trial:.2f}x as long there)"
         case Why.STARVED:
-            why = f"its processors are kept from it for {100 * slow.queued:.0f} % of the time"
+            why = f"its processors are kept from it for {100 * slow.queued:.0f} % of its part"
             if slow.throttled > 0:
                 why += " (its control group is held back: a processor quota)"
         case Why.WORK:

@@ -100,8 +100,8 @@ def test_nobody_is_named_where_rank_0_has_more_to_do(tmp_path: Path) -> None:
     assert not events(run, StragglerSeen)
     (sampled, *_) = events(run, PaceSampled)
     assert OWN_S < sampled.own_s < 10 * OWN_S
-    worst = sampled.nodes[0]
-    assert (worst.host, worst.own > 1.3) == ("n01", True)  # to be seen, and blamed on nobody
+    own = {node.host: node.own for node in sampled.nodes}
+    assert own["n01"] > 1.1  # to be seen, and blamed on nobody
 
 
 @pytest.mark.slow

@@ -329,3 +329,26 @@ def test_in_words() -> None:
     )
     held_back = replace(slow, why=Why.STARVED, queued=0.38, throttled=12)
     assert "a processor quota" in in_words(held_back)
+
+
+def test_a_rank_that_mostly_sleeps_is_kept_from_little_by_a_queue() -> None:
+    straggling = Straggling(1.25)
+    found: list[Straggler | Over] = []
+    for window in range(40):
+        readings = [
+            Reading(
+                rank=rank,
+                host=f"n{rank}",
+                step=(window + 1) * 20,
+                count=20,
+                own_s=0.02 if rank == 0 else 0.01,
+                spread_s=0.0001,
+                wait_s=0.03 if rank == 0 else 0.04,
+                # What it waits longer in a queue is 3 ms of a step; it is slower by 10.
+                starved=0.09 if rank == 0 else 0.03,
+                trial_s=2e-4 if window % 4 == 0 else 0.0,
+            )
+            for rank in range(4)
+        ]
+        found += straggling.window(readings)
+    assert not found
