@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slurm_forge.control import agents as a
@@ -66,7 +66,10 @@ class _Agent:
 
 
 class AgentsHub:
-    """Listens for the agents of one step.  ``on_notice`` is called on its thread."""
+    """Listens for the agents of one step.  ``on_notice`` is called on its thread.
+
+    ``hosts`` are the names and addresses of this node to try, best first.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class AgentsHub:
         world_size: int,
         nonce: str,
         on_notice: Callable[[int, str], None],
+        hosts: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world_size = world_size
@@ -88,7 +92,7 @@ class AgentsHub:
         self._closing = False
         self._listener = socket.create_server(("", 0), backlog=4096)
         self._listener.setblocking(False)
-        self.addresses = format_addresses(candidates(), self._listener.getsockname()[1])
+        self.addresses = format_addresses(hosts or candidates(), self._listener.getsockname()[1])
         self._waker, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
