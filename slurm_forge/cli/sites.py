@@ -41,6 +41,13 @@ class SiteLine:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class SitesListed:
+    """What ``sites list --json`` prints."""
+
+    sites: tuple[SiteLine, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueShown:
     """A value and where it comes from: ``line`` of the site's file, None for a default.
@@ -98,7 +105,7 @@ def list_(json: AsJson = False) -> None:
             )
         )
     if json:
-        typer.echo(to_json(tuple(lines)))
+        typer.echo(to_json(SitesListed(tuple(lines))))
         return
     width = max((len(each.name) for each in lines), default=0)
     for each in lines:
