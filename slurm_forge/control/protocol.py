@@ -190,6 +190,10 @@ def _value(annotation: str, value: object) -> object:
             if not isinstance(value, list):
                 raise TypeError("list of int")
             return tuple(_integer(part) for part in value)
+        case "tuple[str, ...]":
+            if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+                raise TypeError("list of str")
+            return tuple(value)
         case "float":
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise TypeError("float")

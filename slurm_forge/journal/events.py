@@ -89,11 +89,15 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStarted:
-    """All ranks of a launch were started; ``start`` is a word of ``Start``."""
+    """All ranks of a launch were started; ``start`` is a word of ``Start``.
+
+    ``variables`` are what the recovery plan adds to their environment, as ``NAME=value``.
+    """
 
     world_size: int
     nodes: tuple[str, ...] = ()
     start: str = "cold"
+    variables: tuple[str, ...] = ()
     kind: Literal["launch_started"] = "launch_started"
 
 
