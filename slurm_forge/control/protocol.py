@@ -23,6 +23,7 @@ from slurm_forge.control.hub_words import (
     Welcome,
 )
 from slurm_forge.control.message import Message
+from slurm_forge.control.pace_words import Paced
 from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
 from slurm_forge.control.rank_words import (
     At,
@@ -66,6 +67,7 @@ __all__ = [
     "Message",
     "NotCommitted",
     "Notice",
+    "Paced",
     "ProbeArrived",
     "ProbeDone",
     "Propose",
@@ -114,6 +116,7 @@ _KINDS: tuple[type[Message], ...] = (
     LeftOut,
     ProbeArrived,
     ProbeDone,
+    Paced,
     Attend,
     Pulse,
     Lasted,

@@ -18,6 +18,7 @@ from slurm_forge.recovery.launch_facts import (
     WorkerEnd,
 )
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -76,6 +77,8 @@ class Seen:
     beats: tuple[Heartbeat, ...] = ()
     #: The watchdog's verdict.
     stalled: Stall | None = None
+    #: The slow node that the launch is stopped for.
+    straggler: Straggler | None = None
     #: Ranks that had not joined when they were waited for no longer.
     absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
@@ -174,6 +177,7 @@ class Seen:
             mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
             beats=self.beats,
             stalled=self.stalled,
+            straggler=self.straggler,
             probe_failed=late is not None,
             late_ranks=() if late is None else late.late_ranks,
             late_hosts=() if late is None else late.late_hosts,

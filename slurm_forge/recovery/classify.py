@@ -18,6 +18,7 @@ from slurm_forge.recovery.slurm_says import (
     node_lost,
     of_a_stop,
 )
+from slurm_forge.recovery.straggling import in_words
 from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
@@ -63,6 +64,8 @@ def _where(
         return (stall.late_ranks[0] if stall.late_ranks else None), stall.late_hosts
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
+    if facts.straggler is not None and cause is Cause.STRAGGLER:
+        return facts.straggler.ranks[0], (facts.straggler.host,)
     if facts.probe_failed and cause is Cause.HANG:
         return (facts.late_ranks[0] if facts.late_ranks else None), facts.late_hosts
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
@@ -135,6 +138,9 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.asked_again:
         words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
         return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
+    if facts.straggler is not None:
+        sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
+        return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
     if facts.probe_failed:
         late = ", ".join(
             f"rank {rank} ({host})"

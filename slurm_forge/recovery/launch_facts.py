@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
@@ -108,6 +109,8 @@ class LaunchFacts:
     probe_failed: bool = False
     #: The watchdog's verdict, if the launch stood still.
     stalled: Stall | None = None
+    #: The slow node that the launch was stopped for.
+    straggler: Straggler | None = None
     #: Of the ranks that were late, when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
     exit_status: int | None = None

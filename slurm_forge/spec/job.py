@@ -125,11 +125,16 @@ class CheckpointSpec(Section):
         return self.every_minutes == AUTO
 
 
+#: Steps of so many seconds are one figure of a rank's pace.
+_PACE_EVERY = timedelta(seconds=15)
+
+
 class ProbeSpec(Section):
     """The regular check that all ranks still answer."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "interval": "every", "timeout": "deadline", "on": "enabled", "off": "enabled",
+        "slow": "straggler", "stragglers": "straggler", "slower": "straggler",
     }  # fmt: skip
 
     enabled: bool = Field(default=True, strict=True, description="false switches the probe off.")
@@ -139,6 +144,12 @@ class ProbeSpec(Section):
     deadline: PositiveDuration = Field(
         default=timedelta(seconds=30), description="A rank that answers later counts as hung."
     )
+    straggler: Factor | None = Field(
+        default=1.25,
+        gt=1,
+        description="A node whose own part of the steps takes this many times as long as that of "
+        "the others counts as slow, and so does the run against its own past; null: nobody looks.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -146,6 +157,11 @@ class ProbeSpec(Section):
         if data is False:
             raise ValueError('to switch the probe off, write "probe: {enabled: false}"')
         return data
+
+    @property
+    def pace_every(self) -> timedelta:
+        """How often ranks tell their pace: several times between two probes."""
+        return min(_PACE_EVERY, self.every / 4)
 
 
 def _check_name(text: str) -> str:
