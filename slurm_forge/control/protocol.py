@@ -23,6 +23,7 @@ from slurm_forge.control.hub_words import (
     Welcome,
 )
 from slurm_forge.control.message import Message
+from slurm_forge.control.preflight_words import PreflightReport, PreflightTried
 from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
 from slurm_forge.control.rank_words import (
     At,
@@ -66,6 +67,8 @@ __all__ = [
     "Message",
     "NotCommitted",
     "Notice",
+    "PreflightReport",
+    "PreflightTried",
     "ProbeArrived",
     "ProbeDone",
     "Propose",
@@ -114,6 +117,8 @@ _KINDS: tuple[type[Message], ...] = (
     LeftOut,
     ProbeArrived,
     ProbeDone,
+    PreflightReport,
+    PreflightTried,
     Attend,
     Pulse,
     Lasted,

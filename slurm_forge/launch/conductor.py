@@ -23,6 +23,7 @@ from slurm_forge.launch.ending import Ending
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
 from slurm_forge.launch.pace import SavePace
+from slurm_forge.launch.preflight import PreflightJudge
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.questions import Questions
 from slurm_forge.launch.seen import Launched, Seen
@@ -81,6 +82,7 @@ class Conductor:
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+        self._preflight = PreflightJudge(hub, timing.preflight, clock)
         self._watchdog = Watchdog(
             hub,
             timing.hang,
@@ -205,6 +207,8 @@ class Conductor:
                 self._left_out.said(rank, message.step, self._clock())
             case p.ProbeArrived() | p.ProbeDone():
                 self._judge.hear(rank, message)
+            case p.PreflightReport() | p.PreflightTried():
+                self._preflight.hear(rank, message)
             case p.Lasted() | p.Stacks():
                 self._watchdog.hear(rank, message)
             case _:
@@ -277,6 +281,7 @@ class Conductor:
                 if not measured.ok:
                     self._seen.feel_pulse(self._hub.members(), measured, now)
                     self._end()
+        self._look_at_nodes(now)
         self._watch_for_stalls(now)
         self._ending.look(now)
 
@@ -289,6 +294,17 @@ class Conductor:
             self._seen.batch_signals.append(name)
             self._ask_stop(name)
         return bool(names)
+
+    def _look_at_nodes(self, now: float) -> None:
+        """Before training begins: what ranks found, and which of them try a collective next."""
+        if self._seen.ending_since is not None:
+            return
+        measured = self._preflight.look(now)
+        if measured is not None:
+            self._note(measured)
+        if self._preflight.refused is not None:
+            self._seen.refused = self._preflight.refused
+            self._end()
 
     def _watch_for_stalls(self, now: float) -> None:
         """Not once the launch is ending: a stop that does not come has its own deadline."""

@@ -34,6 +34,8 @@ class Timing:
     #: When a rank counts as hung, and how long earlier attempts stayed in what.
     hang: Rules | None = None
     stretches: tuple[tuple[str, float], ...] = ()
+    #: How long a node may take to be looked at before training begins.
+    preflight: timedelta = timedelta(minutes=1)
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -94,6 +96,7 @@ def timing(
         kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
         hang=_hang_rules(job),
         stretches=state.stretches,
+        preflight=job.preflight.within,
     )
 
 

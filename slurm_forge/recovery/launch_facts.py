@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
@@ -108,6 +109,8 @@ class LaunchFacts:
     probe_failed: bool = False
     #: The watchdog's verdict, if the launch stood still.
     stalled: Stall | None = None
+    #: What was found before training began, and the launch is ended for.
+    refused: Refusal | None = None
     #: Of the ranks that were late, when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
     exit_status: int | None = None

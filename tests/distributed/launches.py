@@ -71,6 +71,7 @@ def new_run(folder: Path, name: str = "run", **spec: Any) -> RunDirectory:
             "entry": f"{__name__}:train",
             "probe": {"enabled": False},
             "watchdog": {"enabled": False},
+            "preflight": {"enabled": False},
             **spec,
         }
     )
@@ -252,8 +253,11 @@ def launched(
     *,
     exits: bool = False,
     conclude: bool = True,
+    nodes: Sequence[str] = (),
 ) -> Iterator[Launch]:
     """One attempt with one launch.  Leaving the block waits for its end and concludes it.
+
+    ``nodes`` are what the machines of the ranks are called, one each; else all are on this one.
 
     ``exits``: ranks end as the worker's own processes do, and return nothing.  ``conclude=False``
     leaves the attempt as a power cut does.
@@ -272,7 +276,7 @@ def launched(
         save_file=run.save_file,
         launched=None,
     )
-    arguments = (program, ranks, run.path, hub.addresses, hub.nonce)
+    arguments = (program, ranks, run.path, hub.addresses, hub.nonce, tuple(nodes))
     facts: list[LaunchFacts] = []
     conducting = threading.Thread(
         target=lambda: facts.append(conductor.watch()), name="conductor", daemon=True
@@ -302,18 +306,38 @@ def launched(
 
 
 def _be_a_rank(
-    rank: int, program: Program, ranks: int, path: Path, channel: str, nonce: str
+    rank: int,
+    program: Program,
+    ranks: int,
+    path: Path,
+    channel: str,
+    nonce: str,
+    nodes: tuple[str, ...],
 ) -> Told:
     global _program  # noqa: PLW0603  of this forked process; the worker finds it by name
     _program = program
-    place = RankPlace(rank=rank, local_rank=rank, world_size=ranks, job="test", restart_count=0)
+    place = RankPlace(
+        rank=rank,
+        local_rank=0 if nodes else rank,
+        world_size=ranks,
+        job="test",
+        restart_count=0,
+        node=nodes[rank] if nodes else "",
+    )
     result = run_rank(RunDirectory.existing(path), place, channel=channel, nonce=nonce)
     return Told(result.outcome, result.step, time.monotonic(), children_of(os.getpid()))
 
 
 def _be_a_process(
-    rank: int, program: Program, ranks: int, path: Path, channel: str, nonce: str
+    rank: int,
+    program: Program,
+    ranks: int,
+    path: Path,
+    channel: str,
+    nonce: str,
+    nodes: tuple[str, ...],
 ) -> None:
+    del nodes
     global _program  # noqa: PLW0603
     _program = program
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
