@@ -114,9 +114,11 @@ def of_collectives(
     """
     if found.why is not Why.FOUND:
         return None
+    cause, confidence = Cause.NCCL_ERROR, Confidence.GUESS
     if _is_minority(len(found.nodes), hosts):
         named = found.nodes
-        confidence = Confidence.GUESS if slow else Confidence.LIKELY
+        if not slow:  # it failed beside several others, each of which works
+            cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
         how = "every collective with it is slow" if slow else "no collective with it works"
         told = [(ranks.get(h), h, f"{how}{_how(seen, h)}") for h in named]
     elif found.links and not found.nodes:
@@ -124,7 +126,6 @@ def of_collectives(
         named = tuple(sorted({host for link in found.links for host in link}))
         if not _is_minority(len(named), hosts):
             named = tuple(sorted({second for _, second in found.links}))
-        confidence = Confidence.GUESS
         how = "slow together" if slow else "they don't reach each other"
         told = [
             (ranks.get(a), f"{a} with {b}", f"{how}, each works with others{_how(seen, a)}")
@@ -133,7 +134,7 @@ def of_collectives(
     else:
         return None
     return Refusal(
-        cause=Cause.NCCL_ERROR,
+        cause=cause,
         confidence=confidence,
         hosts=named,
         evidence=_evidence(told),

@@ -45,6 +45,7 @@ class Wanted:
     what the job asks of the node, in bytes.  ``folder`` is on the storage that is tried, None for
     ranks that leave it to another one of their node.  ``variables`` are to be set so,
     ``unwanted`` not at all.  ``broken`` is what is wrong on purpose, for rehearsals.
+    ``busy``: somebody trains there, and is not to be disturbed.
     """
 
     thoroughness: Thoroughness
@@ -56,13 +57,16 @@ class Wanted:
     variables: Mapping[str, str] = field(default_factory=dict)
     unwanted: tuple[str, ...] = ()
     broken: str = ""
+    busy: bool = False
 
 
 def look(wanted: Wanted, environ: Mapping[str, str], *, may_use_gpu: bool) -> tuple[Check, ...]:
     """All checks; ``may_use_gpu`` is False where this process was forked too late for that."""
     full = wanted.thoroughness is Thoroughness.FULL
     asked: list[tuple[str, Callable[[], Check]]] = []
-    if may_use_gpu:
+    if wanted.busy:
+        asked.append(("gpu health", _gpu_health))
+    elif may_use_gpu:
         asked.append(("gpu", lambda: _gpus_visible(wanted)))
         if torch.cuda.is_available():
             asked.append(("gpu memory", lambda: _gpu_memory(wanted)))

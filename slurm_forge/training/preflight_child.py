@@ -30,7 +30,7 @@ _LIMIT = 1 << 20
 _POLL_S = 0.002
 _GONE_WITHIN_S = 2.0
 #: How much later than its own deadline the child may say what happened.
-_TO_SAY_SO_S = 2.0
+_TO_SAY_SO_S = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
