@@ -51,11 +51,11 @@ def test_the_nodes_of_a_running_job_are_looked_at_beside_it(
 ) -> None:
     tmp_path.chmod(0o755)
     job = slurm.sbatch("sleep 300", "--nodes=2", "--partition=normal", "--mem=1500M")
-    slurm.wait_for(lambda: slurm.job(job).state.value == "RUNNING", 60, "the job to run")
+    slurm.wait_for(lambda: slurm.job(job).state == "RUNNING", 60, "the job to run")
     status, found = _probe(slurm, tmp_path, "--job", job)
     assert (status, found["ok"], found["rounds"]) == (0, True, 1)
     assert len(found["nodes"]) == 2
-    assert slurm.job(job).state.value == "RUNNING"
+    assert slurm.job(job).state == "RUNNING"
     slurm.cancel(job)
 
 
