@@ -253,14 +253,12 @@ def launched(
     *,
     exits: bool = False,
     conclude: bool = True,
-    nodes: Sequence[str] = (),
+    hosts: Sequence[str] = (),
 ) -> Iterator[Launch]:
     """One attempt with one launch.  Leaving the block waits for its end and concludes it.
 
-    ``nodes`` are what the machines of the ranks are called, one each; else all are on this one.
-
     ``exits``: ranks end as the worker's own processes do, and return nothing.  ``conclude=False``
-    leaves the attempt as a power cut does.
+    leaves the attempt as a power cut does.  ``hosts`` are the ranks' own, if they are to have any.
     """
     attempt = begin(run, job="test", restart_count=0, nodes=("here",), via=f"test, {ranks} ranks")
     assert isinstance(attempt, Attempt), attempt
@@ -276,7 +274,7 @@ def launched(
         save_file=run.save_file,
         launched=None,
     )
-    arguments = (program, ranks, run.path, hub.addresses, hub.nonce, tuple(nodes))
+    arguments = (program, ranks, run.path, hub.addresses, hub.nonce, tuple(hosts))
     facts: list[LaunchFacts] = []
     conducting = threading.Thread(
         target=lambda: facts.append(conductor.watch()), name="conductor", daemon=True
@@ -312,17 +310,17 @@ def _be_a_rank(
     path: Path,
     channel: str,
     nonce: str,
-    nodes: tuple[str, ...],
+    hosts: tuple[str, ...] = (),
 ) -> Told:
     global _program  # noqa: PLW0603  of this forked process; the worker finds it by name
     _program = program
     place = RankPlace(
         rank=rank,
-        local_rank=0 if nodes else rank,
+        local_rank=rank,
         world_size=ranks,
         job="test",
         restart_count=0,
-        node=nodes[rank] if nodes else "",
+        node=hosts[rank] if hosts else "",
     )
     result = run_rank(RunDirectory.existing(path), place, channel=channel, nonce=nonce)
     return Told(result.outcome, result.step, time.monotonic(), children_of(os.getpid()))
@@ -335,9 +333,8 @@ def _be_a_process(
     path: Path,
     channel: str,
     nonce: str,
-    nodes: tuple[str, ...],
+    hosts: tuple[str, ...] = (),
 ) -> None:
-    del nodes
     global _program  # noqa: PLW0603
     _program = program
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
