@@ -37,7 +37,7 @@ _PATIENCE = 5.0
 _GAP_S = 3.0
 #: How long a collective of all, and then of a few, is given; NCCL takes seconds to connect.
 _ALL_S = {"gloo": 15.0, "nccl": 60.0}
-_FEW_S = {"gloo": 6.0, "nccl": 20.0}
+_FEW_S = {"gloo": 10.0, "nccl": 20.0}
 #: How much later than that its ranks have said so.
 _TO_SAY_SO_S = 3.0
 #: Every rank of a gloo group connects to every other one.

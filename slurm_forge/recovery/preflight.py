@@ -150,7 +150,8 @@ def of_silence(
     ``frozen``: nothing is heard of them at all, though they had joined.
     """
     named = tuple(sorted(set(silent.values())))
-    if not named or not _is_minority(len(named), hosts):
+    # Of half and more it is rather our own node that is cut off; of two it can't be told.
+    if not named or not (2 * len(named) < hosts or (len(named), hosts) == (1, 2)):
         return None
     what = "joined, and has said nothing since" if frozen else "has not come"
     text = f"{what}, while all others have looked at their nodes for {waited.total_seconds():.0f} s"

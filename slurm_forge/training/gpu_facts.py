@@ -57,11 +57,11 @@ def parse_processes(text: str) -> tuple[GpuProcess, ...]:
     """The lines of ``--query-compute-apps=pid,process_name,used_memory``; others are left out."""
     found = []
     for line in text.splitlines():
-        first, *middle, last = [word.strip() for word in line.split(",")] if "," in line else [""]
-        if first.isdecimal() and middle:
-            name = Path(",".join(middle)).name[:40]
-            mib = int(last) if last.isdecimal() else 0
-            found.append(GpuProcess(pid=int(first), name=name, mib=mib))
+        words = [word.strip() for word in line.split(",")]
+        if len(words) >= 3 and words[0].isdecimal():
+            name = Path(",".join(words[1:-1])).name[:40]
+            mib = int(words[-1]) if words[-1].isdecimal() else 0
+            found.append(GpuProcess(pid=int(words[0]), name=name, mib=mib))
     return tuple(found)
 
 
