@@ -57,6 +57,7 @@ class Conductor:
         launched: Launched | None,
         stays: bool = False,
         only_warns: Callable[[LaunchFacts], bool] = lambda _: False,
+        expected_bandwidth: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
@@ -82,7 +83,7 @@ class Conductor:
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
-        self._preflight = PreflightJudge(hub, timing.preflight, clock)
+        self._preflight = PreflightJudge(hub, timing.preflight, clock, expected=expected_bandwidth)
         self._watchdog = Watchdog(
             hub,
             timing.hang,
