@@ -2,9 +2,10 @@
 
     python -m benchmarks.isolation [--seeds 200] [--local 4] [--json FILE]
 
-The real search (``recovery.isolation``) is given what nodes with that fault would answer.  Its time is simulated: a round in which a group hangs lasts as long as that group may take, one in
-which none does as long as a collective (``--round``, in seconds).  ``--local N`` also looks at this
-machine with N real processes, through ``slurm-forge probe``.
+The real search (``recovery.isolation``) is given what nodes with that fault would answer.  Its time
+is simulated: a round in which a group hangs lasts as long as that group may take, one in which none
+does as long as a collective (``--round``, in seconds).  ``--local N`` also looks at this machine
+with N real processes, through ``slurm-forge probe``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.tables import table
-from slurm_forge.launch.preflight import _ALL_S, _FEW_S
+from slurm_forge.launch.preflight import _ALL_S, _FEW_LEAST_S, _FEW_S
 from slurm_forge.recovery.isolation import Isolated, isolate
 
 SIZES = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -50,7 +51,7 @@ def search(nodes: int, fails: Fails, right: Callable[[Isolated], bool], round_s:
             outcomes = [not fails(frozenset(group)) for group in groups]
             hangs += round_s if all(outcomes) else limit
             quick += round_s
-            limit = _FEW_S["gloo"]
+            limit = _FEW_S["gloo"] if limit == _ALL_S["gloo"] else max(_FEW_LEAST_S, 20 * round_s)
             groups = found.send(outcomes)
     except StopIteration as stop:
         told: Isolated = stop.value
@@ -100,7 +101,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=200)
-    parser.add_argument("--round", type=float, default=0.5, dest="round_s")
+    parser.add_argument("--round", type=float, default=0.2, dest="round_s")
     parser.add_argument("--local", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -38,6 +38,8 @@ _GAP_S = 3.0
 #: How long a collective of all, and then of a few, is given; NCCL takes seconds to connect.
 _ALL_S = {"gloo": 15.0, "nccl": 60.0}
 _FEW_S = {"gloo": 10.0, "nccl": 20.0}
+#: Where some few have worked: what the slowest of them took, so many times, and never less than.
+_TIMES_USUAL, _FEW_LEAST_S = 20.0, 3.0
 #: How much later than that its ranks have said so.
 _TO_SAY_SO_S = 3.0
 #: Every rank of a gloo group connects to every other one.
@@ -90,6 +92,8 @@ class PreflightJudge:
         self._isolation: Isolation | None = None
         self._round: _Round | None = None
         self._rounds = self._groups = 0
+        #: The longest that a group of a few took which worked.
+        self._usual_s = 0.0
         self._slow = False
         self._failures: dict[str, str] = {}
 
@@ -184,14 +188,23 @@ class PreflightJudge:
             )
             return self._ended(now)
         ranks = self._ranks()
-        limits = _ALL_S if self._rounds == 0 else _FEW_S
-        within_s = min(self._within_s, limits[self._backend])
+        within_s = min(self._within_s, self._limit_s)
         numbered = tuple(tuple(r for host in group for r in ranks[host]) for group in groups)
         self._rounds += 1
         self._groups += len(groups)
         self._round = _Round(self._rounds, now, within_s, groups, numbered)
         self._publish(Groups(groups=numbered, within_s=within_s, backend=self._backend))
         return None
+
+    @property
+    def _limit_s(self) -> float:
+        """How long a group of the next round may take."""
+        if self._rounds == 0:
+            return _ALL_S[self._backend]
+        few = _FEW_S[self._backend]
+        if self._usual_s == 0.0:
+            return few
+        return min(few, max(_FEW_LEAST_S, _TIMES_USUAL * self._usual_s))
 
     def _look_at_round(self, round_: _Round, now: float) -> PreflightMeasured | None:
         wanted = {rank for group in round_.ranks for rank in group}
@@ -206,6 +219,8 @@ class PreflightJudge:
             speeds = [each.bytes_per_s for each in said if each is not None]
             slowest += [min(speeds)] if worked else []
             text = next((each.text for each in said if each and each.text), "no answer")
+            if worked and round_.number > 1:
+                self._usual_s = max(self._usual_s, *(each.seconds for each in said if each))
             if not worked:
                 self._failures.update(dict.fromkeys(hosts, text))
             outcomes.append(worked and not (self._slow and self._is_slow(min(speeds))))
