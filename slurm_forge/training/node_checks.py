@@ -60,8 +60,17 @@ class Wanted:
     busy: bool = False
 
 
-def look(wanted: Wanted, environ: Mapping[str, str], *, may_use_gpu: bool) -> tuple[Check, ...]:
-    """All checks; ``may_use_gpu`` is False where this process was forked too late for that."""
+def look(
+    wanted: Wanted,
+    environ: Mapping[str, str],
+    *,
+    may_use_gpu: bool,
+    begun: Callable[[str], None] = lambda _: None,
+) -> tuple[Check, ...]:
+    """All checks; ``begun`` is told the name of each before it begins, for the one that hangs.
+
+    ``may_use_gpu`` is False where this process was forked too late for that.
+    """
     full = wanted.thoroughness is Thoroughness.FULL
     asked: list[tuple[str, Callable[[], Check]]] = []
     if wanted.busy:
@@ -86,10 +95,11 @@ def look(wanted: Wanted, environ: Mapping[str, str], *, may_use_gpu: bool) -> tu
         if full:
             asked.append(("lock", lambda: _lock(folder)))
     asked.append(("environment", lambda: _environment(wanted, environ)))
-    return tuple(_timed(name, check) for name, check in asked)
+    return tuple(_timed(name, check, begun) for name, check in asked)
 
 
-def _timed(name: str, check: Callable[[], Check]) -> Check:
+def _timed(name: str, check: Callable[[], Check], tell: Callable[[str], None]) -> Check:
+    tell(name)
     begun = time.monotonic()
     try:
         found = check()

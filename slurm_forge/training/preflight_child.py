@@ -81,17 +81,18 @@ class Looker:
         self._buffer = b""
 
     def checks(self, within_s: float) -> tuple[Check, ...]:
-        """What it finds on the node; what it does not answer in time is bad.
+        """What it finds on the node; bad where it does not answer in time, and another one neither.
 
-        Checks are told as they are done, so that the one that hangs is known.
+        What is forked from a process with threads may, very rarely, wait for a lock that none of
+        its own threads will ever give back: that is no fault of the node.
         """
-        self._ask({"do": "look"})
-        until = time.monotonic() + within_s
-        body = self._answer(until)
+        body, place = self._look(within_s)
         if body is None:
-            self.end()
-            text = f"no answer within {within_s:.0f} s"
-            return (Check(name="answer", verdict=Verdict.BAD, text=text, seconds=within_s),)
+            self.begin()
+            body, place = self._look(within_s)
+        if body is None:
+            text = f"no answer within {within_s:.0f} s, in {place or 'its start'}; twice"
+            return (Check(name="answer", verdict=Verdict.BAD, text=text, seconds=2 * within_s),)
         return tuple(
             Check(
                 name=each["name"],
@@ -101,6 +102,16 @@ class Looker:
             )
             for each in body["checks"]
         )
+
+    def _look(self, within_s: float) -> tuple[dict[str, Any] | None, str]:
+        """Its answer, and the check that was begun last; it is killed where there is none."""
+        self._ask({"do": "look"})
+        until, place = time.monotonic() + within_s, ""
+        while (body := self._answer(until)) is not None and "begun" in body:
+            place = str(body["begun"])
+        if body is None:
+            self.end()
+        return body, place
 
     def trial(self, asked: TrialAsked, published: Callable[[int], None]) -> Trial:
         """Take part in a collective; ``published`` is given the port where this rank is the first.
@@ -168,7 +179,12 @@ class Looker:
             for line in reader:
                 body = json.loads(line)
                 if body["do"] == "look":
-                    found = look(self._wanted, self._environ, may_use_gpu=self._may_use_gpu)
+                    found = look(
+                        self._wanted,
+                        self._environ,
+                        may_use_gpu=self._may_use_gpu,
+                        begun=lambda name: say({"begun": name}),
+                    )
                     say({"checks": [asdict(check) for check in found]})
                 else:
                     asked = body["asked"]
