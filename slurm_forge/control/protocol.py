@@ -24,6 +24,7 @@ from slurm_forge.control.hub_words import (
 )
 from slurm_forge.control.message import Message
 from slurm_forge.control.pace_words import Paced
+from slurm_forge.control.preflight_words import PreflightReport, PreflightTried
 from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
 from slurm_forge.control.rank_words import (
     At,
@@ -68,6 +69,8 @@ __all__ = [
     "NotCommitted",
     "Notice",
     "Paced",
+    "PreflightReport",
+    "PreflightTried",
     "ProbeArrived",
     "ProbeDone",
     "Propose",
@@ -117,6 +120,8 @@ _KINDS: tuple[type[Message], ...] = (
     ProbeArrived,
     ProbeDone,
     Paced,
+    PreflightReport,
+    PreflightTried,
     Attend,
     Pulse,
     Lasted,

@@ -47,6 +47,7 @@ __all__ = [
     "Note",
     "NoticeSeen",
     "PaceSampled",
+    "PreflightMeasured",
     "ProbeMeasured",
     "Progress",
     "Recovered",
@@ -365,6 +366,25 @@ class ProbeMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightMeasured:
+    """Nodes were looked at before a launch: which are refused (``bad``), and what else was seen.
+
+    ``seconds`` is from the first rank's word to the verdict.  Collectives were tried in so many
+    ``rounds`` of together ``groups``; ``bytes_per_s`` is the bus bandwidth of all of them together.
+    """
+
+    ok: bool
+    hosts: int
+    seconds: float
+    bad: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+    rounds: int = 0
+    groups: int = 0
+    bytes_per_s: float | None = None
+    kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnded:
     """All ranks of a launch are gone."""
 
@@ -431,6 +451,7 @@ Event = Annotated[
     | StretchesLearned
     | IncidentSeen
     | DecisionTaken
+    | PreflightMeasured
     | ProbeMeasured
     | PaceSampled
     | StragglerSeen

@@ -29,6 +29,7 @@ from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
+from slurm_forge.recovery.preflight import thoroughness
 from slurm_forge.recovery.seats import Room
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
 from slurm_forge.site.variables import Difference
@@ -104,6 +105,7 @@ class Attempt:
                 (each.name.step for each in state.known if state.refusal(each.name) is None),
                 default=None,
             ),
+            preflight=thoroughness(self.file.job.preflight.enabled, start, state),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
         self.journal.write(

@@ -17,6 +17,7 @@ from slurm_forge.recovery.launch_facts import (
     RankFailure,
     WorkerEnd,
 )
+from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import JobRecord
@@ -75,6 +76,8 @@ class Seen:
     aborted: bool = False
     #: The late ranks when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
+    #: What the look at the nodes before training came to, where the launch is ended for it.
+    refused: Refusal | None = None
     #: The watchdog's verdict.
     stalled: Stall | None = None
     #: The slow node that the launch is stopped for.
@@ -176,6 +179,7 @@ class Seen:
             absent=self.absent,
             mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
             beats=self.beats,
+            refused=self.refused,
             stalled=self.stalled,
             straggler=self.straggler,
             probe_failed=late is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.recovery.straggling import Straggler
@@ -111,6 +112,8 @@ class LaunchFacts:
     stalled: Stall | None = None
     #: The slow node that the launch was stopped for.
     straggler: Straggler | None = None
+    #: What was found before training began, and the launch is ended for.
+    refused: Refusal | None = None
     #: Of the ranks that were late, when the probe failed.
     beats: tuple[Heartbeat, ...] = ()
     exit_status: int | None = None

@@ -183,6 +183,7 @@ class Rank:
         from slurm_forge.training import rng
         from slurm_forge.training.context import RankContext
         from slurm_forge.training.entry import load_entry
+        from slurm_forge.training.preflight import Preflight, wanted_of_run
         from slurm_forge.training.process_group import choose_device, join
         from slurm_forge.training.run import Run
 
@@ -191,6 +192,23 @@ class Rank:
         brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
         self._brief = brief
         take_on_plan(self._file, brief.plan)  # read when groups are made, below
+        wanted = wanted_of_run(
+            self._directory,
+            self._file,
+            place,
+            attempt=brief.attempt,
+            launch=brief.launch,
+            thoroughness=brief.preflight,
+        )
+        # Before this process touches a GPU: what it forks could use none any more.
+        Preflight(
+            member,
+            place,
+            wanted,
+            nonce=self._nonce,
+            environ=self._variables,
+            within=spec.preflight.within,
+        ).run()
         device = choose_device(place.local_rank)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
             # Ranks that share a node's cores slow each other down by more than they gain; and a

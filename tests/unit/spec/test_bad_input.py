@@ -36,6 +36,10 @@ IN_A_JOB = [
     ("environment: {torch: wran}", 3, 'environment.torch: unknown value "wran" (did you mean "warn"?)'),
     ("recovery: {nan: []}", 3, 'recovery.nan: unknown key (did you mean "non_finite"?)'),
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
+    ("preflight: false", 3, 'preflight: to switch it off, write "preflight: {enabled: false}"'),
+    ("preflight: {timeout: 10s}", 3, 'preflight.timeout: unknown key (did you mean "within"?)'),
+    ("inject: [bad_node@12]", 3, 'inject[0]: "bad_node@12": say where: bad_node:rank1, or bad_node:host=n2'),
+    ("inject: ['nan@12:host=n2']", 3, 'inject[0]: "nan@12:host=n2": host= is for bad_node, bad_link and bad_sum; others strike a rank'),
     # types
     ("resources:\n  nodes: two", 4, 'resources.nodes: expected a whole number, got "two"'),
     ("resources:\n  nodes: 1.5", 4, "resources.nodes: expected a whole number, got 1.5"),
