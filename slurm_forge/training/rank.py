@@ -199,6 +199,7 @@ class Rank:
             attempt=brief.attempt,
             launch=brief.launch,
             thoroughness=brief.preflight,
+            on_hang=bool(brief.plan.variables),
         )
         # Before this process touches a GPU: what it forks could use none any more.
         Preflight(
@@ -206,7 +207,7 @@ class Rank:
             place,
             wanted,
             nonce=self._nonce,
-            environ=self._variables,
+            environ=process_environ(),
             within=spec.preflight.within,
         ).run()
         device = choose_device(place.local_rank)
