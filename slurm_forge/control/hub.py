@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import candidates, format_addresses, notice_dead_peer
 from slurm_forge.control.gathering import Gathering
+from slurm_forge.control.links import Connection
+from slurm_forge.control.own_connections import connection_of
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
@@ -175,6 +177,24 @@ class Hub:
             for peer in list(self._peers.values()):
                 if peer.witness is not None:
                     self._send(peer, message)
+
+    def ask_rank(self, rank: int, message: p.Message) -> None:
+        """Tell one rank itself something; what it answers comes as ``Said``."""
+        with self._lock:
+            for peer in list(self._peers.values()):
+                if peer.rank == rank:
+                    self._send(peer, message)
+
+    def connections(self) -> tuple[tuple[int, Connection], ...]:
+        """How the hub's own connections to ranks and their witnesses are, by rank."""
+        with self._lock:
+            found = []
+            for peer in self._peers.values():
+                rank = peer.rank if peer.witness is None else peer.witness
+                each = connection_of(peer.connection)
+                if rank is not None and each is not None:
+                    found.append((rank, each))
+        return tuple(found)
 
     def request(self, kind: p.RequestKind, reason: str) -> int:
         """Ask all ranks to do something at the same step; the target comes as ``Agreed``."""
@@ -337,7 +357,7 @@ class Hub:
         if isinstance(message, p.Pulse):
             view = replace(view, pulse=message)
         self._witnesses[rank] = view
-        if isinstance(message, (p.Lasted, p.Stacks)):
+        if isinstance(message, (p.Lasted, p.Stacks, p.Links, p.PortsSeen)):
             self.events.put(Said(rank, message))
 
     def _answered(self, rank: int, at: p.At, now: float) -> None:

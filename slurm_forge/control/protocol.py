@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar
 
+from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
 from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
 from slurm_forge.errors import ControlChannelError
@@ -28,9 +29,12 @@ __all__ = [
     "Hello",
     "Lasted",
     "LeftOut",
+    "Links",
+    "LookAtLinks",
     "Message",
     "NotCommitted",
     "Notice",
+    "PortsSeen",
     "ProbeArrived",
     "ProbeDone",
     "Propose",
@@ -381,6 +385,9 @@ _KINDS: tuple[type[Message], ...] = (
     Lasted,
     TakeStacks,
     Stacks,
+    LookAtLinks,
+    Links,
+    PortsSeen,
     Abort,
 )
 
@@ -452,6 +459,10 @@ def _value(annotation: str, value: object) -> object:
             if not isinstance(value, list):
                 raise TypeError("list of int")
             return tuple(_integer(part) for part in value)
+        case "tuple[str, ...]":
+            if not isinstance(value, list) or not all(type(part) is str for part in value):
+                raise TypeError("list of str")
+            return tuple(value)
         case "float":
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise TypeError("float")

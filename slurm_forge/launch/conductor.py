@@ -22,6 +22,7 @@ from slurm_forge.launch.deadline import Deadline
 from slurm_forge.launch.ending import Ending
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
+from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.questions import Questions
@@ -81,6 +82,7 @@ class Conductor:
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+        self._network = NetworkWatch(hub, clock)
         self._watchdog = Watchdog(
             hub,
             timing.hang,
@@ -88,6 +90,7 @@ class Conductor:
             attempt=journal.attempt,
             launch=journal.launch,
             learned=dict(timing.stretches),
+            network=self._network,
         )
 
     def signal(self, name: str) -> None:
@@ -207,6 +210,8 @@ class Conductor:
                 self._judge.hear(rank, message)
             case p.Lasted() | p.Stacks():
                 self._watchdog.hear(rank, message)
+            case p.Links() | p.PortsSeen():
+                self._network.hear(rank, message)
             case _:
                 pass
 

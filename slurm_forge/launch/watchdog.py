@@ -14,8 +14,10 @@ from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import WitnessView
 from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
+from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
 from slurm_forge.recovery.stretches import Rules, Stretches
+from slurm_forge.recovery.unreached import with_network
 
 __all__ = ["Watchdog"]
 
@@ -45,6 +47,7 @@ class Watchdog:
     """``look`` several times a second, ``hear`` what witnesses say; ``stalled`` is the verdict.
 
     ``rules`` None switches it off.  ``learned`` are the longest stretches of earlier attempts.
+    ``network`` is asked where all wait for each other, or somebody is silent.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Watchdog:
         attempt: int,
         launch: int,
         learned: Mapping[str, float] | None = None,
+        network: NetworkWatch | None = None,
     ) -> None:
         self._hub = hub
+        self._network = network or NetworkWatch(hub, clock)
         self._rules = rules
         self._clock = clock
         self._attempt, self._launch = attempt, launch
@@ -71,6 +76,8 @@ class Watchdog:
         self._next_write = self._begun + _FIRST_WRITE_S
         self._written: dict[str, float] = dict(learned or {})
         self._suspicion: _Suspicion | None = None
+        #: A verdict that waits for what the network looks like.
+        self._held: Stall | None = None
         self._number = 0
         self._not_before: tuple[str, timedelta] | None = None
         self._places: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -120,13 +127,15 @@ class Watchdog:
     def _begin_anew(self, now: float) -> None:
         """The job was suspended, or we were: how long anything took until now means nothing."""
         self._fresh_from = now
-        self._suspicion = None
+        self._suspicion = self._held = None
 
     def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
         found = standstill(tuple(views.values()), self._stretches)
         if found is None:
-            self._suspicion = self._not_before = None
+            self._suspicion = self._held = self._not_before = None
             return None
+        if self._held is not None:
+            return self._weigh_network(self._held, views, now)
         if self._not_before is not None and found.since < self._not_before[1]:
             return None
         if self._suspicion is None:
@@ -155,6 +164,23 @@ class Watchdog:
         if isinstance(verdict, Excused):
             self._not_before = (verdict.why, verdict.until)
             return None
+        if not verdict.late_ranks or any(views[rank].silent for rank in verdict.late_ranks):
+            self._held = verdict
+            self._network.ask()
+            return None
+        return self._see(verdict)
+
+    def _weigh_network(
+        self, held: Stall, views: Mapping[int, RankView], now: float
+    ) -> Event | None:
+        """All wait for each other, or nothing is heard of some: it may be the way to them."""
+        found = self._network.verdict(now)
+        if found is None:
+            return None
+        self._held = None
+        return self._see(with_network(held, found, {r: view.host for r, view in views.items()}))
+
+    def _see(self, verdict: Stall) -> StallSeen:
         self.stalled = verdict
         return StallSeen(
             step=verdict.step,

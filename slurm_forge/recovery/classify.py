@@ -129,7 +129,7 @@ def _judge(facts: LaunchFacts) -> Judged:
         if without is not None:
             return without
     if facts.stalled is not None:  # what ranks say once they are ended follows from it
-        return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
+        return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if first is not None:
         return _by_last_words(facts, first)
     if facts.asked_again:
