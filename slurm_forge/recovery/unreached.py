@@ -228,6 +228,8 @@ def _figures(seen: Sequence[tuple[Trouble, Link]], *, open_bracket: bool = True)
 
 
 def _seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} us"
     if seconds < 1:
         return f"{1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -222,6 +222,7 @@ def _play(case: Case, folder: Path) -> Found:
             _strike(launch, bed, case)
             launch.conducting.join(_NAMED_WITHIN_S)
             after = time.monotonic() - struck
+            noticed = not launch.conducting.is_alive()
             for rank in range(ranks):
                 with contextlib.suppress(OSError):
                     launch.kill(rank, signal.SIGKILL, everything=True)
@@ -229,8 +230,9 @@ def _play(case: Case, folder: Path) -> Found:
         bed.close()
     records, _ = read_journal(run)
     seen = [each.event for each in records if isinstance(each.event, IncidentSeen)]
-    if not seen:
-        return Found(case.name, _name(case.victim), error="no incident", after=after)
+    if not noticed or not seen:
+        error = f"nobody noticed for {after:.0f} s"
+        return Found(case.name, _name(case.victim), error=error, after=round(after, 2))
     return Found(
         case.name,
         _name(case.victim),
