@@ -257,8 +257,8 @@ def launched(
     """One attempt with one launch.  Leaving the block waits for its end and concludes it.
 
     ``enter`` is what a rank does first of all: going to its host, for one.  ``exits``: ranks end
-    as the worker's own processes do, and return nothing.  ``conclude=False`` leaves the attempt as a
-    power cut does.
+    as the worker's own processes do, and return nothing.  ``conclude=False`` leaves the
+    attempt as a power cut does.
     """
     attempt = begin(run, job="test", restart_count=0, nodes=("here",), via=f"test, {ranks} ranks")
     assert isinstance(attempt, Attempt), attempt
