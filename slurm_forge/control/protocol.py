@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from slurm_forge.control.message import Message
-from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
+from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
@@ -32,6 +32,7 @@ __all__ = [
     "NotCommitted",
     "Notice",
     "ProbeArrived",
+    "ProbeBroke",
     "ProbeDone",
     "Propose",
     "Publish",
@@ -46,6 +47,7 @@ __all__ = [
     "Through",
     "TimeLeft",
     "Welcome",
+    "Withdrawn",
     "decode",
     "encode",
     "same_nonce",
@@ -153,6 +155,14 @@ class Target(Message):
     id: int
     round: int
     position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn(Message):
+    """The hub gives a request up that found no target in time: nobody waits for one any more."""
+
+    tag: ClassVar[str] = "withdrawn"
+    id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +372,7 @@ _KINDS: tuple[type[Message], ...] = (
     Request,
     At,
     Target,
+    Withdrawn,
     Publish,
     TimeLeft,
     Committed,
@@ -375,6 +386,7 @@ _KINDS: tuple[type[Message], ...] = (
     Cured,
     LeftOut,
     ProbeArrived,
+    ProbeBroke,
     ProbeDone,
     Attend,
     Pulse,
