@@ -22,7 +22,17 @@ from slurm_forge.control.own_connections import connection_of
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
-__all__ = ["Agreed", "Gone", "Hub", "HubEvent", "Joined", "MemberView", "Said", "WitnessView"]
+__all__ = [
+    "Agreed",
+    "Gone",
+    "Hub",
+    "HubEvent",
+    "Joined",
+    "MemberView",
+    "Said",
+    "Withdrawn",
+    "WitnessView",
+]
 
 _HELLO_WITHIN_S = 10.0
 #: How many may knock at once where it is not known yet how many there are.
@@ -63,7 +73,14 @@ class Agreed:
     seconds: float
 
 
-HubEvent = Joined | Gone | Said | Agreed
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A request found no target within its time and was given up on all ranks."""
+
+    request: p.Request
+
+
+HubEvent = Joined | Gone | Said | Agreed | Withdrawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +145,8 @@ class Hub:
         self._peers: dict[int, _Peer] = {}  # by file descriptor
         self._published: dict[str, str] = {}
         self._requests: dict[int, tuple[p.Request, Gathering]] = {}
+        #: Until when requests that may be given up must have a target.
+        self._until: dict[int, float] = {}
         self._next_id = 1
         #: Why the launch is over, once it is.
         self._over: str | None = None
@@ -196,13 +215,18 @@ class Hub:
                     found.append((rank, each))
         return tuple(found)
 
-    def request(self, kind: p.RequestKind, reason: str) -> int:
-        """Ask all ranks to do something at the same step; the target comes as ``Agreed``."""
+    def request(self, kind: p.RequestKind, reason: str, *, within_s: float | None = None) -> int:
+        """Ask all ranks to do something at the same step; the target comes as ``Agreed``.
+
+        Ranks at a boundary wait for it; with ``within_s`` no longer than that: ``Withdrawn``.
+        """
         with self._lock:
             self._forget_old()
             request = p.Request(id=self._next_id, kind=kind, reason=reason)
             self._next_id += 1
             self._requests[request.id] = (request, Gathering(self.world_size, self._clock()))
+            if within_s is not None:
+                self._until[request.id] = self._clock() + within_s
             self._broadcast(request)
             return request.id
 
@@ -243,6 +267,7 @@ class Hub:
             target = gathering.target
             if target is not None and (target.turn, target.step) < slowest:
                 del self._requests[number]
+                self._until.pop(number, None)
 
     # -- the serving thread ----------------------------------------------------------------
 
@@ -427,13 +452,22 @@ class Hub:
         return member is not None and member.connected
 
     def _settle(self, now: float) -> None:
-        for request, gathering in self._requests.values():
+        for request, gathering in list(self._requests.values()):
             if gathering.target is not None:
                 continue
             target = gathering.settle(now)
-            if target is not None:
+            if target is None:
+                self._withdraw(request, gathering, now)
+            else:
                 self._broadcast(_target(request, target))
                 self.events.put(Agreed(request, target, now - gathering.asked_at))
+
+    def _withdraw(self, request: p.Request, gathering: Gathering, now: float) -> None:
+        """Give it up after its time, unless it had a target before: somebody may have acted."""
+        if gathering.round == 0 and now >= self._until.get(request.id, float("inf")):
+            del self._requests[request.id], self._until[request.id]
+            self._broadcast(p.Withdrawn(id=request.id))
+            self.events.put(Withdrawn(request))
 
     def _broadcast(self, message: p.Message) -> None:
         for peer in list(self._peers.values()):

@@ -263,6 +263,10 @@ class Member:
                     if answer is not None:
                         self.send(answer)
                     self._condition.notify_all()
+            case p.Withdrawn():
+                with self._condition:
+                    self._agreement.withdrawn(message.id)
+                    self._condition.notify_all()
             case p.Publish():
                 with self._condition:
                     self._published[message.key] = message.value

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
-from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
+from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
@@ -36,6 +36,7 @@ __all__ = [
     "Notice",
     "PortsSeen",
     "ProbeArrived",
+    "ProbeBroke",
     "ProbeDone",
     "Propose",
     "Publish",
@@ -50,6 +51,7 @@ __all__ = [
     "Through",
     "TimeLeft",
     "Welcome",
+    "Withdrawn",
     "decode",
     "encode",
     "same_nonce",
@@ -157,6 +159,14 @@ class Target(Message):
     id: int
     round: int
     position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn(Message):
+    """The hub gives a request up that found no target in time: nobody waits for one any more."""
+
+    tag: ClassVar[str] = "withdrawn"
+    id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +376,7 @@ _KINDS: tuple[type[Message], ...] = (
     Request,
     At,
     Target,
+    Withdrawn,
     Publish,
     TimeLeft,
     Committed,
@@ -379,6 +390,7 @@ _KINDS: tuple[type[Message], ...] = (
     Cured,
     LeftOut,
     ProbeArrived,
+    ProbeBroke,
     ProbeDone,
     Attend,
     Pulse,

@@ -46,6 +46,7 @@ __all__ = [
     "Note",
     "NoticeSeen",
     "ProbeMeasured",
+    "ProbeOff",
     "Progress",
     "Recovered",
     "RequeueDone",
@@ -344,7 +345,10 @@ class DecisionTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeMeasured:
-    """A collective probe: fine, or which ranks came late.  Fine ones are sampled."""
+    """A collective probe: fine, or which ranks came late, or whose values were ``wrong``.
+
+    Fine ones are sampled.  ``bandwidth`` is in bytes per second, where one was measured.
+    """
 
     ok: bool
     step: int
@@ -352,7 +356,19 @@ class ProbeMeasured:
     late_ranks: tuple[int, ...] = ()
     late_hosts: tuple[str, ...] = ()
     count: int = 1
+    bandwidth: float | None = None
+    wrong: bool = False
+    evidence: tuple[Evidence, ...] = ()
     kind: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOff:
+    """The probe broke by itself, training went on: none any more in this launch."""
+
+    step: int
+    why: str
+    kind: Literal["probe_off"] = "probe_off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,6 +439,7 @@ Event = Annotated[
     | IncidentSeen
     | DecisionTaken
     | ProbeMeasured
+    | ProbeOff
     | RequeueIntended
     | RequeueDone
     | RequeueFailed

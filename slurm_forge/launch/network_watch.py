@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
 from slurm_forge.control.links import Connection, Link, read_links, summarize
-from slurm_forge.recovery.unreached import Sight, Unreached, sights_of, unreached
+from slurm_forge.recovery.unreached import LinkSeen, Unreached, seen_of, unreached
 from slurm_forge.vocabulary.cause import Evidence
 
 __all__ = ["NetworkWatch"]
@@ -23,7 +23,7 @@ _WITHIN_S = 3.0
 #: With all answers there: until then what we sent, the question, may be on its way still.
 _AT_LEAST_S = 1.6
 #: A verdict is of its moment; whoever asks later gets another.
-_STALE_S = 10.0
+_STALE_S = 5.0
 _SHOWN = 8
 
 
@@ -108,8 +108,8 @@ class NetworkWatch:
         for address in local:
             host_of.setdefault(address, here)
         reports = [(ranks[rank], links) for rank, links in inquiry.answers.items() if rank in ranks]
-        sights = [*sights_of(reports, host_of), *_own_sights(here, own, ranks)]
-        found = unreached(sights, ranks)
+        seen = [*seen_of(reports, host_of), *_own_view(here, own, ranks)]
+        found = unreached(seen, ranks)
         lines = tuple(
             Evidence("ports", f"{host}: {', '.join(lines)}")
             for host, lines in sorted(self._ports.items())
@@ -118,14 +118,16 @@ class NetworkWatch:
         return found if not lines else _with(found, lines)
 
 
-def _own_sights(here: str, own: list[tuple[int, Connection]], ranks: dict[int, str]) -> list[Sight]:
+def _own_view(
+    here: str, own: list[tuple[int, Connection]], ranks: dict[int, str]
+) -> list[LinkSeen]:
     """The hub's connections by the host at their other end, whatever its addresses are."""
     by_host: dict[str, list[Connection]] = {}
     for rank, each in own:
         if ranks[rank] != here:
             by_host.setdefault(ranks[rank], []).append(each)
     return [
-        Sight(here, host, link)
+        LinkSeen(here, host, link)
         for host, connections in by_host.items()
         for link in summarize(connections)
     ]

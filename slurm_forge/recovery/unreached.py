@@ -16,7 +16,7 @@ from slurm_forge.control.links import Link
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-__all__ = ["Sight", "Trouble", "Unreached", "sights_of", "unreached", "with_network"]
+__all__ = ["LinkSeen", "Trouble", "Unreached", "seen_of", "unreached", "with_network"]
 
 #: Timers of TCP run out after 0.2, 0.6, 1.4 s: twice in a row, and it is no lost packet.
 _LATE_AFTER = 2
@@ -38,11 +38,11 @@ class Trouble(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class LinkSeen:
     """How one host sees another; an empty name is the supervisor's, where no rank sits beside."""
 
     seer: str
-    seen: str
+    other: str
     link: Link
 
 
@@ -60,25 +60,25 @@ class Unreached:
     confidence: Confidence = Confidence.GUESS
 
 
-def sights_of(
+def seen_of(
     reports: Iterable[tuple[str, Sequence[Link]]], host_of: Mapping[str, str]
-) -> tuple[Sight, ...]:
+) -> tuple[LinkSeen, ...]:
     """What reports say of other hosts; ``host_of`` an address, unknown ones are left out."""
     return tuple(
-        Sight(host, host_of[link.peer], link)
+        LinkSeen(host, host_of[link.peer], link)
         for host, links in reports
         for link in links
         if link.peer in host_of and host_of[link.peer] != host
     )
 
 
-def unreached(sights: Sequence[Sight], ranks: Mapping[int, str]) -> Unreached:
+def unreached(seen: Sequence[LinkSeen], ranks: Mapping[int, str]) -> Unreached:
     """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks."""
-    usual = _usual(sights)
+    usual = _usual(seen)
     bad: dict[frozenset[str], list[tuple[Trouble, Link]]] = {}
     good: dict[frozenset[str], list[Link]] = {}
-    for each in sights:
-        pair, trouble = frozenset((each.seer, each.seen)), _trouble(each.link, usual)
+    for each in seen:
+        pair, trouble = frozenset((each.seer, each.other)), _trouble(each.link, usual)
         if trouble is Trouble.NONE:
             good.setdefault(pair, []).append(each.link)
         elif trouble is not None:
@@ -142,12 +142,12 @@ _PAIR = {
 }
 
 
-def _usual(sights: Sequence[Sight]) -> float:
+def _usual(seen: Sequence[LinkSeen]) -> float:
     """What a round trip took before there was any trouble, seconds: the least ones that are known.
 
     Of the present ones half may be late: all that are known, where it is the supervisor's host.
     """
-    least = [each.link.min_rtt for each in sights if each.link.min_rtt]
+    least = [each.link.min_rtt for each in seen if each.link.min_rtt]
     return median(least) if least else 0.0
 
 

@@ -30,6 +30,7 @@ from slurm_forge.spec.types import (
     Count,
     Environment,
     Factor,
+    Memory,
     Minutes,
     PositiveDuration,
     Section,
@@ -42,7 +43,7 @@ from slurm_forge.store.retention import Rules
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
+__all__ = ["BandwidthSpec", "BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -125,11 +126,30 @@ class CheckpointSpec(Section):
         return self.every_minutes == AUTO
 
 
+class BandwidthSpec(Section):
+    """Now and then a probe that is large enough to measure the bandwidth of an all-reduce."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "interval": "every", "bytes": "size", "message": "size", "on": "enabled", "off": "enabled",
+    }  # fmt: skip
+
+    enabled: bool = Field(default=True, strict=True, description="false leaves it to small probes.")
+    every: PositiveDuration = Field(
+        default=timedelta(minutes=10), description="Time between two probes that measure it."
+    )
+    size: Memory = Field(
+        default=16 << 20,
+        gt=0,
+        description="What is summed over all ranks, at least 4 bytes for each; on CPUs 1M at most.",
+    )
+
+
 class ProbeSpec(Section):
-    """The regular check that all ranks still answer."""
+    """The regular check that all ranks still answer, with the right values."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "interval": "every", "timeout": "deadline", "on": "enabled", "off": "enabled",
+        "heartbeat": "silence", "heartbeat_timeout": "silence", "large": "bandwidth",
     }  # fmt: skip
 
     enabled: bool = Field(default=True, strict=True, description="false switches the probe off.")
@@ -137,7 +157,16 @@ class ProbeSpec(Section):
         default=timedelta(seconds=60), description="Time between two probes."
     )
     deadline: PositiveDuration = Field(
-        default=timedelta(seconds=30), description="A rank that answers later counts as hung."
+        default=timedelta(seconds=30),
+        description="How long a probe may take once all have come, before the network is asked.",
+    )
+    silence: PositiveDuration = Field(
+        default=timedelta(seconds=5),
+        description="A rank that says nothing for so long, while others talk, is looked into: it "
+        "is stopped, or gone.",
+    )
+    bandwidth: BandwidthSpec = Field(
+        default_factory=BandwidthSpec, description="The probes that measure bandwidth."
     )
 
     @model_validator(mode="before")

@@ -13,6 +13,7 @@ import torch
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member, Request, RequestKind
 from slurm_forge.control import protocol as p
+from slurm_forge.control.probe_words import BANDWIDTH
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.recovery.anomaly import announced
@@ -326,7 +327,7 @@ class Run:
             case RequestKind.SAVE:
                 self._saves.save(request.reason)
             case RequestKind.PROBE if self._probe is not None:
-                self._probe.issue(request.id)
+                self._probe.issue(request.id, large=request.reason == BANDWIDTH)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
@@ -361,6 +362,11 @@ class Run:
     def registry(self) -> Registry:
         """What was registered: for the account of a rank that ran out of memory."""
         return self._registry
+
+    def leave(self) -> None:
+        """The launch is over for this rank: nothing of ours goes on beside the next one."""
+        if self._probe is not None:
+            self._probe.close()
 
     def let_land(self) -> None:
         """Something was raised: a save that is being written may be what is resumed from."""

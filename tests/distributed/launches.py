@@ -232,8 +232,8 @@ class _ListenedHub(Hub):
         self.spoke = threading.Event()
         self.asked: list[tuple[int, RequestKind]] = []
 
-    def request(self, kind: RequestKind, reason: str) -> int:
-        number = super().request(kind, reason)
+    def request(self, kind: RequestKind, reason: str, *, within_s: float | None = None) -> int:
+        number = super().request(kind, reason, within_s=within_s)
         self.asked.append((number, kind))
         if kind is RequestKind.STOP:
             self.spoke.set()

@@ -441,7 +441,7 @@ CASES = [
         "the probe named a host",
         Cause.HANG,
         Confidence.LIKELY,
-        {"probe_failed": True, "late_ranks": (4, 5), "late_hosts": ("n6", "n6")},
+        {"probe": LATE},
         hosts=("n6", "n6"),
         rank=4,
         says="rank 4 (n6)",
