@@ -164,7 +164,9 @@ class Watchdog:
         if isinstance(verdict, Excused):
             self._not_before = (verdict.why, verdict.until)
             return None
-        if not verdict.late_ranks or any(views[rank].silent for rank in verdict.late_ranks):
+        # Nor is it known of whom its witness says nothing: the way to it may be cut.
+        late = verdict.late_ranks
+        if not late or any(views[r].silent or r not in suspicion.looks for r in late):
             self._held = verdict
             self._network.ask()
             return None

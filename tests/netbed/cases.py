@@ -29,7 +29,7 @@ __all__ = ["Case", "Fault", "Found", "Moment", "Who", "all_cases", "play"]
 
 #: Shipped are 60 s and 30 s, and thirty seconds for the watchdog.
 SETTINGS = {
-    "probe": {"every": "1s", "deadline": "3s"},
+    "probe": {"every": "1s", "deadline": "3s", "silence": "3s"},
     "watchdog": {"at_least": "3s", "at_most": "30s"},
 }
 #: A probe, its deadline, the silence that counts, the network's answers; and a busy machine.
@@ -45,6 +45,7 @@ class Fault(str, Enum):
     KILLED = "killed"
     DELAYED = "delayed"
     CUT = "cut"
+    WRONG = "wrong"
 
 
 class Who(str, Enum):
