@@ -83,7 +83,7 @@ class Conductor:
         self._questions = Questions(watch, self._seen, clock)
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
-        self._network = NetworkWatch(hub, clock)
+        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         sight = Sight(hub, clock)
         self._watchdog = Watchdog(
             hub,

@@ -6,8 +6,9 @@ at the connections of their ranks, the hub at its own, and ``recovery.unreached`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
@@ -22,8 +23,11 @@ __all__ = ["NetworkWatch"]
 _WITHIN_S = 3.0
 #: With all answers there: until then what we sent, the question, may be on its way still.
 _AT_LEAST_S = 1.6
-#: A verdict is of its moment; whoever asks later gets another.
-_STALE_S = 5.0
+#: A verdict is of its moment; whoever asks later gets another.  Ranks in a long step may be asked
+#: about for hours: while nothing is found, that is done more and more rarely.
+_STALE_S, _MOST_STALE_S = 5.0, 60.0
+#: What is delayed by less than this share of a probe's deadline makes no probe late.
+_SHARE = 1 / 60
 _SHOWN = 8
 
 
@@ -39,11 +43,16 @@ class NetworkWatch:
     """``ask``, ``hear`` what is answered, and take the ``verdict``.  One inquiry at a time.
 
     Its messages come by ``hear`` from the beginning of the launch: hosts say their addresses then.
+    ``deadline`` is that of a probe.
     """
 
-    def __init__(self, hub: Hub, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, hub: Hub, clock: Callable[[], float], deadline: timedelta = timedelta(0)
+    ) -> None:
         self._hub = hub
         self._clock = clock
+        self._late_s = _SHARE * deadline.total_seconds()
+        self._stale_s = _STALE_S
         self._inquiry: _Inquiry | None = None
         self._number = 0
         self._addresses: dict[str, str] = {}  # host by address
@@ -52,8 +61,14 @@ class NetworkWatch:
     def ask(self) -> None:
         """Begin to find out.  Does nothing while that is under way, or has just been found out."""
         now = self._clock()
-        if self._inquiry is not None and now - self._inquiry.asked < _STALE_S:
-            return
+        before = self._inquiry
+        if before is not None:
+            since = now - before.asked
+            if since < self._stale_s:
+                return
+            # Asked again soon after: about the same as before.
+            again = since < 2 * _MOST_STALE_S
+            self._stale_s = min(2 * self._stale_s, _MOST_STALE_S) if again else _STALE_S
         self._number += 1
         self._inquiry = _Inquiry(self._number, now)
         question = p.LookAtLinks(id=self._number)
@@ -109,17 +124,17 @@ class NetworkWatch:
             host_of.setdefault(address, here)
         reports = [(ranks[rank], links) for rank, links in inquiry.answers.items() if rank in ranks]
         seen = [*seen_of(reports, host_of), *_own_view(here, own, ranks)]
-        found = unreached(seen, ranks)
+        found = unreached(seen, ranks, late=self._late_s)
         lines = tuple(
             Evidence("ports", f"{host}: {', '.join(lines)}")
             for host, lines in sorted(self._ports.items())
             if lines and (not found.hosts or host in found.hosts)
         )
-        return found if not lines else _with(found, lines)
+        return replace(found, evidence=(*found.evidence, *lines))
 
 
 def _own_view(
-    here: str, own: list[tuple[int, Connection]], ranks: dict[int, str]
+    here: str, own: Sequence[tuple[int, Connection]], ranks: Mapping[int, str]
 ) -> list[LinkSeen]:
     """The hub's connections by the host at their other end, whatever its addresses are."""
     by_host: dict[str, list[Connection]] = {}
@@ -131,13 +146,3 @@ def _own_view(
         for host, connections in by_host.items()
         for link in summarize(connections)
     ]
-
-
-def _with(found: Unreached, lines: tuple[Evidence, ...]) -> Unreached:
-    return Unreached(
-        ranks=found.ranks,
-        hosts=found.hosts,
-        how=found.how,
-        evidence=(*found.evidence, *lines),
-        confidence=found.confidence,
-    )

@@ -72,13 +72,19 @@ def seen_of(
     )
 
 
-def unreached(seen: Sequence[LinkSeen], ranks: Mapping[int, str]) -> Unreached:
-    """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks."""
-    usual = _usual(seen)
+def unreached(
+    seen: Sequence[LinkSeen], ranks: Mapping[int, str], *, late: float = 0.0
+) -> Unreached:
+    """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks.
+
+    A link is delayed whose round trip takes ``late`` seconds, a tenth of a second at least, and
+    many times what is usual.
+    """
+    limit = max(_DELAYED_S, late, _TIMES_USUAL * _usual(seen))
     bad: dict[frozenset[str], list[tuple[Trouble, Link]]] = {}
     good: dict[frozenset[str], list[Link]] = {}
     for each in seen:
-        pair, trouble = frozenset((each.seer, each.other)), _trouble(each.link, usual)
+        pair, trouble = frozenset((each.seer, each.other)), _trouble(each.link, limit)
         if trouble is Trouble.NONE:
             good.setdefault(pair, []).append(each.link)
         elif trouble is not None:
@@ -151,13 +157,13 @@ def _usual(seen: Sequence[LinkSeen]) -> float:
     return median(least) if least else 0.0
 
 
-def _trouble(link: Link, usual: float) -> Trouble | None:
+def _trouble(link: Link, limit: float) -> Trouble | None:
     """None where nothing is known of it: nobody used it lately."""
     if link.retransmits >= _LATE_AFTER:
         return Trouble.CUT if link.unanswered >= _CUT_S else Trouble.DELAYED
     if link.rtt is None:
         return None
-    limit = max(_DELAYED_S, _TIMES_USUAL * usual, _TIMES_OWN * (link.min_rtt or 0.0))
+    limit = max(limit, _TIMES_OWN * (link.min_rtt or 0.0))
     return Trouble.DELAYED if link.rtt >= limit else Trouble.NONE
 
 
