@@ -49,8 +49,8 @@ class ProbeObserver(Protocol):
     """Is told of every probe that went well."""
 
     def on_fine(self, latency_s: float, bandwidth: float, arrivals: Mapping[int, float]) -> None:
-        """``bandwidth`` in bytes per second, 0 where none was measured; ``arrivals`` by rank, in
-        seconds behind the first.
+        """``bandwidth`` in bytes per second, 0 where none was measured; ``arrivals`` by rank, on
+        the hub's clock.
         """
 
 

@@ -76,8 +76,8 @@ class RankSeen:
 
     @property
     def talks(self) -> bool:
-        """Whether it has been heard just now."""
-        return self.silent < FRESH_S
+        """Whether it has been heard just now, and has not been stopped since."""
+        return self.silent < FRESH_S and not (self.watched and self.state in _STOPPED)
 
     @property
     def watched(self) -> bool:
@@ -121,7 +121,7 @@ class Fine:
     """All answered with the right values.
 
     ``latency_s`` is from the last arrival on, ``bandwidth`` in bytes per second (0 unknown),
-    ``arrivals`` by rank, in seconds behind the first.
+    ``arrivals`` by rank, on the hub's clock.
     """
 
     latency_s: float
@@ -262,12 +262,11 @@ def _complete(flight: Flight, seen: Sequence[RankSeen]) -> Fine | Found:
     wrong = {reader: sent for reader, sent in flight.wrong.items() if sent}
     if not wrong:
         measured = [each for each in flight.bandwidth.values() if each > 0]
-        begun = min(flight.arrived.values(), default=flight.asked)
         return Fine(
             # Who came last waited for nobody.
             latency_s=min(flight.latency.values()),
             bandwidth=min(measured, default=0.0),
-            arrivals={rank: at - begun for rank, at in sorted(flight.arrived.items())},
+            arrivals=dict(sorted(flight.arrived.items())),
         )
     ranks, agreed = blamed(wrong, len(seen))
     evidence = [

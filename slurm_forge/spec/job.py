@@ -40,11 +40,14 @@ from slurm_forge.spec.types import (
 )
 from slurm_forge.spec.watchdog import WatchdogSpec
 from slurm_forge.store.retention import Rules
+from slurm_forge.units import format_duration
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["BandwidthSpec", "BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
+#: Several heartbeats, and what ranks of one job may be stopped apart.
+_LEAST_SILENCE = timedelta(seconds=4)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -175,6 +178,15 @@ class ProbeSpec(Section):
         if data is False:
             raise ValueError('to switch the probe off, write "probe: {enabled: false}"')
         return data
+
+    @model_validator(mode="after")
+    def _silence_is_longer_than_a_heartbeat(self) -> ProbeSpec:
+        if self.silence < _LEAST_SILENCE:
+            raise ValueError(
+                f"silence ({format_duration(self.silence)}) is 4s or more: heartbeats come every "
+                "second, and ranks of a suspended job fall silent one after the other"
+            )
+        return self
 
 
 def _check_name(text: str) -> str:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import slurm_forge as forge
 from slurm_forge.journal import read_journal
-from slurm_forge.journal.events import ProbeMeasured, ProbeOff
-from slurm_forge.launch import sight as sight_module
+from slurm_forge.journal.events import ProbeMeasured
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.testing.digest import digest
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import launched, new_run
 from tests.distributed.test_hangs import Net, Points, incident, text_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
 
-PROBE = {"every": "1s", "deadline": "2s", "silence": "3s"}
+PROBE = {"every": "1s", "deadline": "2s", "silence": "4s"}
 
 
 def train(run: forge.Run, steps: int = 4000, pace: float = 0.0) -> None:
