@@ -23,9 +23,8 @@ __all__ = ["NetworkWatch"]
 _WITHIN_S = 3.0
 #: With all answers there: until then what we sent, the question, may be on its way still.
 _AT_LEAST_S = 1.6
-#: A verdict is of its moment; whoever asks later gets another.  Ranks in a long step may be asked
-#: about for hours: while nothing is found, that is done more and more rarely.
-_STALE_S, _MOST_STALE_S = 5.0, 60.0
+#: A verdict is of its moment; whoever asks later gets another.
+_STALE_S = 5.0
 #: What is delayed by less than this share of a probe's deadline makes no probe late.
 _SHARE = 1 / 60
 _SHOWN = 8
@@ -52,7 +51,6 @@ class NetworkWatch:
         self._hub = hub
         self._clock = clock
         self._late_s = _SHARE * deadline.total_seconds()
-        self._stale_s = _STALE_S
         self._inquiry: _Inquiry | None = None
         self._number = 0
         self._addresses: dict[str, str] = {}  # host by address
@@ -61,14 +59,8 @@ class NetworkWatch:
     def ask(self) -> None:
         """Begin to find out.  Does nothing while that is under way, or has just been found out."""
         now = self._clock()
-        before = self._inquiry
-        if before is not None:
-            since = now - before.asked
-            if since < self._stale_s:
-                return
-            # Asked again soon after: about the same as before.
-            again = since < 2 * _MOST_STALE_S
-            self._stale_s = min(2 * self._stale_s, _MOST_STALE_S) if again else _STALE_S
+        if self._inquiry is not None and now - self._inquiry.asked < _STALE_S:
+            return
         self._number += 1
         self._inquiry = _Inquiry(self._number, now)
         question = p.LookAtLinks(id=self._number)

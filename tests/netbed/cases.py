@@ -29,7 +29,7 @@ __all__ = ["Case", "Fault", "Found", "Moment", "Who", "all_cases", "play"]
 
 #: Shipped are 60 s and 30 s, and thirty seconds for the watchdog.
 SETTINGS = {
-    "probe": {"every": "1s", "deadline": "3s", "silence": "3s"},
+    "probe": {"every": "1s", "deadline": "3s", "silence": "4s"},
     "watchdog": {"at_least": "3s", "at_most": "30s"},
 }
 #: A probe, its deadline, the silence that counts, the network's answers; and a busy machine.
@@ -216,7 +216,8 @@ def _play(case: Case, folder: Path) -> Found:
     try:
         # The supervisor sits beside rank 0, as under Slurm.
         bed.enter(0)
-        run = new_run(folder, **SETTINGS)
+        faults = [f"wrong@{case.at_step}:rank{rank}" for rank in _victims(case)]
+        run = new_run(folder, **SETTINGS, inject=faults if case.fault is Fault.WRONG else [])
         with launched(run, ranks, _program(case), enter=enter) as launch:  # type: ignore[arg-type]
             launch.until(lambda: _there(launch, case), "the moment of the fault", _BEGINS_WITHIN_S)
             struck = time.monotonic()
