@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
+from slurm_forge.control.pace_words import Paced
 from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
@@ -34,6 +35,7 @@ __all__ = [
     "Message",
     "NotCommitted",
     "Notice",
+    "Paced",
     "PortsSeen",
     "ProbeArrived",
     "ProbeBroke",
@@ -392,6 +394,7 @@ _KINDS: tuple[type[Message], ...] = (
     ProbeArrived,
     ProbeBroke,
     ProbeDone,
+    Paced,
     Attend,
     Pulse,
     Lasted,

@@ -16,6 +16,7 @@ from slurm_forge.recovery.slurm_says import (
     node_lost,
     of_a_stop,
 )
+from slurm_forge.recovery.straggling import in_words
 from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
@@ -62,6 +63,8 @@ def _where(
         return (probe.ranks[0] if probe.ranks else None), probe.hosts
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
+    if facts.straggler is not None and cause is Cause.STRAGGLER:
+        return facts.straggler.ranks[0], (facts.straggler.host,)
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
         return first.rank, (first.host,)
     lost = first_lost(facts)
@@ -136,6 +139,9 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.asked_again:
         words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
         return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
+    if facts.straggler is not None:
+        sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
+        return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
     told = killed_for_memory(facts) or node_lost(facts)
     if heard and (facts.stopped_at is not None or not (told or facts.failures)):
         signals = ", ".join((*facts.rank_signals, *facts.batch_signals))

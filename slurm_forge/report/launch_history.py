@@ -9,6 +9,7 @@ from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report import story as s
 from slurm_forge.report.lineage import LaunchKey, Lineage, by_rank_0
+from slurm_forge.report.paces import PaceTelling
 from slurm_forge.report.planned import planned, step_of
 from slurm_forge.report.skipping import TimedSkip, skip_rows
 from slurm_forge.report.spending import MOST_RANKS, Spending, Spent
@@ -96,6 +97,7 @@ class LaunchTelling:
     slowest: float | None = None
     late: list[s.LateProbe] = field(default_factory=list)
     advanced: str = ""
+    paces: PaceTelling = field(default_factory=PaceTelling)
 
     def hear(self, record: Record) -> None:
         """One more record of the launch."""
@@ -136,6 +138,8 @@ class LaunchTelling:
                 self.skipped.append((time, event))
             case ev.ProbeMeasured():
                 self._probed(event, time)
+            case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
+                self.paces.hear(event, time)
             case _:
                 pass
 
@@ -224,6 +228,8 @@ class LaunchTelling:
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
             program=self.advanced if self._is_program() else None,
+            slow=self.paces.told_slow(self.step),
+            trends=tuple(self.paces.trends),
         )
 
     def _world_size(self) -> int:
