@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 import slurm_forge as forge
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import IncidentSeen
+from slurm_forge.journal.paces import StragglerSeen
 from slurm_forge.launch import watchdog as watchdog_module
 from tests.distributed.launches import Launch, launched, new_run, state_of
 from tests.netbed.bed import Netbed
@@ -36,6 +37,8 @@ SETTINGS = {
 _NAMED_WITHIN_S = 45.0
 _BEGINS_WITHIN_S = 40.0
 _DELAY_S = 1.5
+#: A step has a part of its own of so many seconds where a rank that is slow in it is to be told.
+_OWN_S = 0.012
 
 
 class Fault(str, Enum):
@@ -46,6 +49,7 @@ class Fault(str, Enum):
     DELAYED = "delayed"
     CUT = "cut"
     WRONG = "wrong"
+    SLOW = "slow"
 
 
 class Who(str, Enum):
@@ -96,7 +100,24 @@ class Case:
 
     @property
     def at_step(self) -> int:
-        return random.Random(self.name).randint(4, 9)
+        first = 40 if self.fault is Fault.SLOW else 4  # what is usual must be known
+        return random.Random(self.name).randint(first, first + 5)
+
+    @property
+    def faults(self) -> list[str]:
+        """Those that strike inside of the ranks."""
+        at, ranks = self.at_step, self.victims
+        if self.fault is Fault.WRONG:
+            return [f"wrong@{at}:rank{rank}" for rank in ranks]
+        if self.fault is Fault.SLOW:
+            return [f"slow@{at}x100000:rank{rank}:factor=3:node" for rank in ranks]
+        return []
+
+    @property
+    def victims(self) -> list[int]:
+        """The ranks that it strikes."""
+        first = self.victim * self.ranks_per_host
+        return list(range(first, first + self.ranks_per_host))
 
 
 @dataclass(frozen=True)
@@ -147,16 +168,23 @@ def _program(case: Case) -> object:
     def train(run: forge.Run) -> None:
         torch.manual_seed(1)
         width = 4096 if case.moment is Moment.COLLECTIVE else 64
+        slow = case.fault is Fault.SLOW
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, width))
         run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-6))
-        points = Points(0.2 if case.moment is Moment.IDLE else 0.0)
+        points = Points(0.0 if case.moment is not Moment.IDLE else 0.03 if slow else 0.2)
+
+        def loss(micro: torch.Tensor) -> torch.Tensor:
+            if slow:
+                time.sleep(_OWN_S)
+            return model(micro).square().mean()
+
         for batch in run.batches(
             points, global_batch_size=run.world_size, until=forge.Steps(100_000)
         ):
-            run.train_step(batch, lambda micro: model(micro).square().mean())
+            run.train_step(batch, loss)
             if case.moment is Moment.EVALUATION:
                 with run.phase("eval"):
-                    for _ in range(20):
+                    for _ in range(3 if slow else 20):
                         time.sleep(0.02)
                         run.poll()
 
@@ -216,13 +244,14 @@ def _play(case: Case, folder: Path) -> Found:
     try:
         # The supervisor sits beside rank 0, as under Slurm.
         bed.enter(0)
-        faults = [f"wrong@{case.at_step}:rank{rank}" for rank in _victims(case)]
-        run = new_run(folder, **SETTINGS, inject=faults if case.fault is Fault.WRONG else [])
+        run = new_run(folder, **SETTINGS, inject=case.faults)
         with launched(run, ranks, _program(case), enter=enter) as launch:  # type: ignore[arg-type]
             launch.until(lambda: _there(launch, case), "the moment of the fault", _BEGINS_WITHIN_S)
             struck = time.monotonic()
             _strike(launch, bed, case)
-            launch.conducting.join(_NAMED_WITHIN_S)
+            slow = _slow_hosts(launch, struck) if case.fault is Fault.SLOW else ()
+            if not slow:
+                launch.conducting.join(max(0.0, struck + _NAMED_WITHIN_S - time.monotonic()))
             after = time.monotonic() - struck
             noticed = not launch.conducting.is_alive()
             for rank in range(ranks):
@@ -230,6 +259,11 @@ def _play(case: Case, folder: Path) -> Found:
                     launch.kill(rank, signal.SIGKILL, everything=True)
     finally:
         bed.close()
+    if slow:
+        # Told to people, and nothing else: the launch went on.
+        error = "the launch was ended for it" if noticed else ""
+        found = Found(case.name, _name(case.victim), hosts=slow, cause="straggler", error=error)
+        return replace(found, after=round(after, 2))
     records, _ = read_journal(run)
     seen = [each.event for each in records if isinstance(each.event, IncidentSeen)]
     if not noticed or not seen:
@@ -250,21 +284,26 @@ def _there(launch: Launch, case: Case) -> bool:
     """Whether all train, have come far enough, and do what the case is about."""
     members = launch.hub.members()
     wanted = {Moment.IDLE: "data", Moment.EVALUATION: "eval"}.get(case.moment)
-    victims = _victims(case)
     return (
         len(members) == case.hosts * case.ranks_per_host
         and all(member.started and member.step >= case.at_step for member in members.values())
-        and all(wanted is None or members[rank].phase == wanted for rank in victims)
+        and all(wanted is None or members[rank].phase == wanted for rank in case.victims)
     )
 
 
-def _victims(case: Case) -> list[int]:
-    first = case.victim * case.ranks_per_host
-    return list(range(first, first + case.ranks_per_host))
+def _slow_hosts(launch: Launch, struck: float) -> tuple[str, ...]:
+    """Who is told to be slow first; nothing where the launch ends, or nobody is told of."""
+    while launch.conducting.is_alive() and time.monotonic() < struck + _NAMED_WITHIN_S:
+        records, _ = read_journal(launch.run)
+        seen = [each.event for each in records if isinstance(each.event, StragglerSeen)]
+        if seen:
+            return tuple(dict.fromkeys(each.host for each in seen))
+        time.sleep(0.1)
+    return ()
 
 
 def _strike(launch: Launch, bed: Netbed, case: Case) -> None:
-    pids = [launch.group.pids[rank] for rank in _victims(case)]
+    pids = [launch.group.pids[rank] for rank in case.victims]
     match case.fault:
         case Fault.STOPPED:
             for pid in pids:
