@@ -83,6 +83,12 @@ def _step(facts: LaunchFacts) -> int | None:
     return facts.step if first is None else first.step
 
 
+def _named(facts: LaunchFacts) -> set[str]:
+    """The hosts that were named while the launch went on."""
+    named = set() if facts.stalled is None else set(facts.stalled.late_hosts)
+    return named if facts.probe is None else named | set(facts.probe.hosts)
+
+
 def _first_failure(facts: LaunchFacts) -> RankFailure | None:
     """The last words that count: not those of ranks whose peer had gone first."""
     own = [each for each in facts.failures if each.cause is not Cause.NCCL_ERROR]
@@ -125,7 +131,12 @@ def _judge(facts: LaunchFacts) -> Judged:
             return from_slurm
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
-    gone = vanished(facts) and not killed_for_memory(facts) and not facts.lost
+    silent = vanished(facts)
+    gone = silent and not killed_for_memory(facts) and not facts.lost
+    # Who can't reach the others hears nothing of them: then it is not they who are gone.
+    named = _named(facts)
+    if named and not named & set(silent):
+        gone = ()
     if gone and (first is None or first.cause is Cause.NCCL_ERROR):
         without = node_lost(facts)
         if without is not None:

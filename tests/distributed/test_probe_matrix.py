@@ -21,6 +21,7 @@ ONE_OF_EACH = (
     # The supervisor, which sits on that host, hears of nobody else any more.
     Case(Fault.CUT, Who.FIRST, Moment.IDLE),
     Case(Fault.WRONG, Who.OTHER, Moment.EVALUATION),
+    Case(Fault.SLOW, Who.OTHER, Moment.IDLE),
 )
 
 
