@@ -314,11 +314,13 @@ def _not_come(
     since: float,
     deadline: float,
     seen: Sequence[RankSeen],
-) -> Nothing | Found:
+) -> Nothing | Found | AskNetwork:
     """They talk: a matter for the watchdog, until patience is at its end."""
     late = [each for each in missing if each.phase in _PLAIN and each.since > each.limit]
     if len(late) < len(missing) or since < _PATIENCE * deadline:
-        return NOTHING
+        # Where links are bad the step before may take for ever, while everybody talks.
+        plain = all(each.phase in _PLAIN for each in seen)
+        return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
     named = late if _is_minority(late, seen) else []
     lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, seen)}")]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:_SHOWN]]

@@ -94,6 +94,8 @@ class LaunchTelling:
     skipped: list[TimedSkip] = field(default_factory=list)
     probes: int = 0
     slowest: float | None = None
+    bandwidth: float | None = None
+    probe_off: str = ""
     late: list[s.LateProbe] = field(default_factory=list)
     advanced: str = ""
 
@@ -136,6 +138,8 @@ class LaunchTelling:
                 self.skipped.append((time, event))
             case ev.ProbeMeasured():
                 self._probed(event, time)
+            case ev.ProbeOff():
+                self.probe_off = event.why
             case _:
                 pass
 
@@ -178,11 +182,16 @@ class LaunchTelling:
         if not event.ok:
             self.late.append(
                 s.LateProbe(
-                    time=time, step=event.step, ranks=event.late_ranks, hosts=event.late_hosts
+                    time=time,
+                    step=event.step,
+                    ranks=event.late_ranks,
+                    hosts=event.late_hosts,
+                    wrong=event.wrong,
                 )
             )
             return
         self.probes += event.count
+        self.bandwidth = event.bandwidth or self.bandwidth
         if event.latency_s is not None:
             self.slowest = max(event.latency_s, self.slowest or 0.0)
 
@@ -223,6 +232,8 @@ class LaunchTelling:
             probes=self.probes,
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
+            bandwidth=self.bandwidth,
+            probe_off=self.probe_off,
             program=self.advanced if self._is_program() else None,
         )
 

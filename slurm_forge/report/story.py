@@ -197,6 +197,9 @@ class LaunchStory:
     slowest_probe_s: float | None
     late_probes: tuple[LateProbe, ...]
     program: str | None = None
+    #: Bytes per second of the last probe that measured it, and why there are none any more.
+    bandwidth: float | None = None
+    probe_off: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,12 +194,13 @@ def test_a_rank_that_is_elsewhere_for_a_reason_is_not_late(phase: str) -> None:
 
 def test_a_rank_within_its_learned_limit_is_not_late_however_long_it_takes() -> None:
     seen = but(ranks(), 3, since=2000.0, limit=2400.0)
-    assert isinstance(weigh_probe(flight(0, 1, 2), seen, RULES, 2100.0), Nothing)
+    assert isinstance(weigh_probe(flight(0, 1, 2), seen, RULES, 129.0), Nothing)
+    assert weigh_probe(flight(0, 1, 2), seen, RULES, 2100.0) == AskNetwork(Nothing())
 
 
 def test_a_rank_that_talks_and_does_not_come_is_late_after_ten_deadlines() -> None:
     seen = but(ranks(), 3, since=300.0)
-    assert isinstance(weigh_probe(flight(0, 1, 2), seen, RULES, 399.0), Nothing)
+    assert weigh_probe(flight(0, 1, 2), seen, RULES, 399.0) == AskNetwork(Nothing())
     found = weigh_probe(flight(0, 1, 2), seen, RULES, 401.0)
     assert isinstance(found, Found)
     assert (found.ranks, found.silent) == ((3,), False)
