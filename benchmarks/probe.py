@@ -47,7 +47,7 @@ _INTERVALS = (1.0, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Milliseconds of a step without and with probes, pair by pair: of the clock, of the processor."""
+    """Milliseconds of a step without and with probes, pair by pair: clock and processor."""
 
     every_s: float
     without_ms: tuple[float, ...]

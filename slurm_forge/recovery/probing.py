@@ -157,9 +157,13 @@ class AskNetwork:
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """The probe is broken by itself and training goes on: no probes any more in this launch."""
+    """The probe is broken by itself: no probes any more in this launch.
+
+    ``goes_on``: all ranks were seen to take steps behind it, so that links can't be that bad.
+    """
 
     why: str
+    goes_on: bool = False
 
 
 def weigh_silence(
@@ -345,7 +349,8 @@ def _overdue(
     left = [each for each in seen if each.rank not in flight.latency]
     goes_on = min(each.step for each in seen) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
-        return AskNetwork(Off(f"it did not end within {since:.0f} s, and training goes on"))
+        why = f"it did not end within {since:.0f} s, and training goes on"
+        return AskNetwork(Off(why, goes_on=True))
     patience = _PATIENCE * deadline
     if flight.gpu:
         patience = max(deadline, *(each.limit for each in seen))
