@@ -202,12 +202,15 @@ def weigh_silence(
     ]
     if not dark:
         return NOTHING
+    # A host that is cut off is known by its links; one that only computes too much, or swaps, has
+    # processes that are as silent for a while, and a kernel that answers.
+    if longest < deadline:
+        return AskNetwork(NOTHING)
     if _is_minority(dark, seen):
         two = len({each.host for each in seen}) == 2
         # Of two hosts either may be the one that is cut off.
-        return AskNetwork(_silent_found(dark, seen, Confidence.GUESS if two else Confidence.LIKELY))
-    if longest < deadline:
-        return AskNetwork(NOTHING)
+        confidence = Confidence.GUESS if two else Confidence.LIKELY
+        return AskNetwork(_silent_found(dark, seen, confidence))
     text = f"{_ranks([each.rank for each in dark])} silent for {longest:.0f} s, most of the launch"
     return AskNetwork(
         Found(

@@ -25,7 +25,7 @@ from slurm_forge.training import process_group
 from slurm_forge.training.worker import Outcome
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
-from tests.distributed.launches import Launch, launched, new_run, state_of
+from tests.distributed.launches import launched, new_run, state_of
 from tests.distributed.test_hangs import Net, Points, incident, text_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
@@ -34,10 +34,7 @@ PROBE = {"every": "1s", "deadline": "2s", "silence": "4s"}
 FOREVER = 100_000
 
 
-def train(
-    run: forge.Run, steps: int = FOREVER, pace: float = 0.0, gate: Path | None = None
-) -> None:
-    """Until ``steps``, or until one step behind the moment at which all see ``gate``."""
+def train(run: forge.Run, steps: int = FOREVER, pace: float = 0.0) -> None:
     net = Net(run)
     for batch in run.batches(Points(), global_batch_size=12, until=forge.Steps(steps)):
         if pace:
@@ -114,7 +111,7 @@ def connections() -> dict[str, socket.socket]:
 def test_a_probe_that_is_broken_alone_leaves_the_training_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    steps = 250
+    steps = 150
     links: list[socket.socket] = []
     make = process_group._probe_group
 
@@ -164,9 +161,8 @@ def skipping(group: Any) -> Callable[..., Any]:
     return all_reduce
 
 
-@pytest.mark.parametrize(
-    "everything", [False, pytest.param(True, marks=pytest.mark.slow, id="with witnesses")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [False, True], ids=["workers", "with witnesses"])
 def test_a_job_that_is_suspended_is_not_judged(tmp_path: Path, everything: bool) -> None:
     run = new_run(tmp_path, probe=PROBE)
     with launched(run, 3, lambda run: train(run, 500, pace=0.005)) as launch:
@@ -214,7 +210,7 @@ def held_by_a_debugger(pid: int) -> Iterator[None]:
             ptrace(detach, thread, None, None)
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.timeout(400)
 def test_slow_is_not_dead(tmp_path: Path, steps: int) -> None:
     """Steps, evaluations and saves that take longer than a probe's deadline, on one rank only."""
@@ -236,7 +232,7 @@ def test_slow_is_not_dead(tmp_path: Path, steps: int) -> None:
 
     run = new_run(tmp_path, probe=PROBE, checkpoint={"every_steps": 4})
     with launched(run, 3, program) as launch:
-        pass
+        launch.conducting.join(300)
     assert failed(run) == []
     assert events(run, ProbeOff) == []
     assert fine(run)
@@ -251,8 +247,4 @@ def test_bandwidth_is_measured_and_written_down(tmp_path: Path) -> None:
     first = fine(run)[0]
     assert first.latency_s is not None and 0 < first.latency_s < 10
     assert first.bandwidth is not None and first.bandwidth > 1e5
-    assert threads_left(launch) == []
-
-
-def threads_left(launch: Launch) -> list[str]:
-    return [line for told in launch.outcomes for line in told.log.splitlines() if "Error" in line]
+    assert [told.outcome for told in launch.told] == [Outcome.STOPPED] * 2

@@ -83,6 +83,8 @@ def test_a_host_that_says_nothing_at_all_is_named_after_the_network_was_asked(
     quiet = but(ranks(8, per_host), *dark, silent=9.0, witness=9.0)
     assert isinstance(weigh_silence(quiet, RULES), Nothing)
     asked = weigh_silence(but(quiet, *dark, silent=10.0, witness=10.0), RULES)
+    assert asked == AskNetwork(Nothing()), "a kernel that answers is given time"
+    asked = weigh_silence(but(quiet, *dark, silent=30.0, witness=30.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, Found)
     assert (asked.otherwise.ranks, set(asked.otherwise.hosts)) == (dark, {"n0"})
@@ -90,7 +92,7 @@ def test_a_host_that_says_nothing_at_all_is_named_after_the_network_was_asked(
 
 
 def test_of_two_hosts_the_silent_one_is_a_guess() -> None:
-    asked = weigh_silence(but(ranks(2), 1, silent=11.0, witness=11.0), RULES)
+    asked = weigh_silence(but(ranks(2), 1, silent=31.0, witness=31.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, Found)
     assert asked.otherwise.confidence is Confidence.GUESS
