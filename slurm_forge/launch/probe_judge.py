@@ -248,9 +248,12 @@ class ProbeJudge:
             count=1 if self._good == 1 else _SAMPLE,
         )
 
-    def _switch_off(self, off: Off, seen: Sequence[RankSeen]) -> Event:
+    def _switch_off(
+        self, off: Off, seen: Sequence[RankSeen], beside: tuple[Evidence, ...] = ()
+    ) -> Event:
         self._off, self._flight = True, None
-        return ProbeOff(step=max(each.step for each in seen), why=off.why)
+        why = "; ".join((off.why, *(f"{each.source}: {each.text}" for each in beside)))
+        return ProbeOff(step=max(each.step for each in seen), why=why)
 
     def _ask_network(self, ask: AskNetwork, seen: Sequence[RankSeen], now: float) -> Event | None:
         """Its word comes first; where there is nobody to ask, or nothing wrong, what else it is."""
@@ -259,6 +262,8 @@ class ProbeJudge:
             said = self._network.verdict(now)
             if said is None:
                 return None
+            if isinstance(ask.otherwise, Off) and ask.otherwise.goes_on:
+                return self._switch_off(ask.otherwise, seen, said.evidence)
             if said.ranks:
                 self._begin_to_gather(_of_network(said, ask.otherwise, seen), now)
                 return None
@@ -303,7 +308,7 @@ def _of_network(said: NetworkVerdict, other: object, seen: Sequence[RankSeen]) -
     hosts = {each.rank: each.host for each in seen}
     named = [each for each in seen if each.rank in said.ranks]
     return Found(
-        cause=Cause.HANG if isinstance(other, Found) and other.silent else Cause.NCCL_ERROR,
+        cause=Cause.HANG,
         silent=bool(named) and not any(each.talks for each in named),
         ranks=said.ranks,
         hosts=tuple(hosts.get(rank, "?") for rank in said.ranks),

@@ -57,10 +57,10 @@ def _where(
         return (on_it[0] if on_it else None), nodes
     stall = facts.stalled
     if stall is not None and cause is stall.cause:
-        return (stall.late_ranks[0] if stall.late_ranks else None), stall.late_hosts
+        return (stall.late_ranks[0] if stall.late_ranks else None), _each_once(stall.late_hosts)
     probe = facts.probe
     if stall is None and probe is not None and cause is probe.cause:
-        return (probe.ranks[0] if probe.ranks else None), probe.hosts
+        return (probe.ranks[0] if probe.ranks else None), _each_once(probe.hosts)
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
     if facts.straggler is not None and cause is Cause.STRAGGLER:
@@ -72,6 +72,11 @@ def _where(
     if lost is not None and cause in _OF_A_RANK:
         return lost.rank, (lost.host,)
     return None, ()
+
+
+def _each_once(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Of several ranks of one host."""
+    return tuple(dict.fromkeys(hosts))
 
 
 def _step(facts: LaunchFacts) -> int | None:

@@ -157,9 +157,13 @@ class AskNetwork:
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """The probe is broken by itself and training goes on: no probes any more in this launch."""
+    """The probe is broken by itself: no probes any more in this launch.
+
+    ``goes_on``: all ranks were seen to take steps behind it, so that links can't be that bad.
+    """
 
     why: str
+    goes_on: bool = False
 
 
 def weigh_silence(
@@ -198,12 +202,15 @@ def weigh_silence(
     ]
     if not dark:
         return NOTHING
+    # A host that is cut off is known by its links; one that only computes too much, or swaps, has
+    # processes that are as silent for a while, and a kernel that answers.
+    if longest < deadline:
+        return AskNetwork(NOTHING)
     if _is_minority(dark, seen):
         two = len({each.host for each in seen}) == 2
         # Of two hosts either may be the one that is cut off.
-        return AskNetwork(_silent_found(dark, seen, Confidence.GUESS if two else Confidence.LIKELY))
-    if longest < deadline:
-        return AskNetwork(NOTHING)
+        confidence = Confidence.GUESS if two else Confidence.LIKELY
+        return AskNetwork(_silent_found(dark, seen, confidence))
     text = f"{_ranks([each.rank for each in dark])} silent for {longest:.0f} s, most of the launch"
     return AskNetwork(
         Found(
@@ -345,7 +352,8 @@ def _overdue(
     left = [each for each in seen if each.rank not in flight.latency]
     goes_on = min(each.step for each in seen) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
-        return AskNetwork(Off(f"it did not end within {since:.0f} s, and training goes on"))
+        why = f"it did not end within {since:.0f} s, and training goes on"
+        return AskNetwork(Off(why, goes_on=True))
     patience = _PATIENCE * deadline
     if flight.gpu:
         patience = max(deadline, *(each.limit for each in seen))

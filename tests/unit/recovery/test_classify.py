@@ -453,7 +453,7 @@ CASES = [
         Cause.HANG,
         Confidence.LIKELY,
         {"probe": LATE},
-        hosts=("n6", "n6"),
+        hosts=("n6",),
         rank=4,
         says="rank 4 (n6)",
     ),

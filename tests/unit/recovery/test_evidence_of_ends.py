@@ -336,6 +336,16 @@ def test_whom_the_probe_named_is_the_one_whatever_the_others_say_then() -> None:
     assert "followers: rank 0" in told(incident)
 
 
+@pytest.mark.parametrize("everybody", [True, False])
+def test_who_only_noticed_an_error_of_nccl_is_never_certain_to_be_to_blame(
+    everybody: bool,
+) -> None:
+    """Certain counts as enough against a node."""
+    incident = judged(failures=(failed(Cause.NCCL_ERROR, rank=0, everybody=everybody),))
+    assert incident.cause is Cause.NCCL_ERROR
+    assert incident.confidence is not Confidence.CERTAIN or not incident.hosts
+
+
 def test_a_value_that_arrived_changed_is_an_error_of_nccl_on_its_sender() -> None:
     incident = judged(probe=late(Cause.NCCL_ERROR, Confidence.CERTAIN))
     assert (incident.cause, incident.confidence) == (Cause.NCCL_ERROR, Confidence.CERTAIN)

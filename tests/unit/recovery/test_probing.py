@@ -83,6 +83,8 @@ def test_a_host_that_says_nothing_at_all_is_named_after_the_network_was_asked(
     quiet = but(ranks(8, per_host), *dark, silent=9.0, witness=9.0)
     assert isinstance(weigh_silence(quiet, RULES), Nothing)
     asked = weigh_silence(but(quiet, *dark, silent=10.0, witness=10.0), RULES)
+    assert asked == AskNetwork(Nothing()), "a kernel that answers is given time"
+    asked = weigh_silence(but(quiet, *dark, silent=30.0, witness=30.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, Found)
     assert (asked.otherwise.ranks, set(asked.otherwise.hosts)) == (dark, {"n0"})
@@ -90,7 +92,7 @@ def test_a_host_that_says_nothing_at_all_is_named_after_the_network_was_asked(
 
 
 def test_of_two_hosts_the_silent_one_is_a_guess() -> None:
-    asked = weigh_silence(but(ranks(2), 1, silent=11.0, witness=11.0), RULES)
+    asked = weigh_silence(but(ranks(2), 1, silent=31.0, witness=31.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, Found)
     assert asked.otherwise.confidence is Confidence.GUESS
@@ -194,12 +196,13 @@ def test_a_rank_that_is_elsewhere_for_a_reason_is_not_late(phase: str) -> None:
 
 def test_a_rank_within_its_learned_limit_is_not_late_however_long_it_takes() -> None:
     seen = but(ranks(), 3, since=2000.0, limit=2400.0)
-    assert isinstance(weigh_probe(flight(0, 1, 2), seen, RULES, 2100.0), Nothing)
+    assert isinstance(weigh_probe(flight(0, 1, 2), seen, RULES, 129.0), Nothing)
+    assert weigh_probe(flight(0, 1, 2), seen, RULES, 2100.0) == AskNetwork(Nothing())
 
 
 def test_a_rank_that_talks_and_does_not_come_is_late_after_ten_deadlines() -> None:
     seen = but(ranks(), 3, since=300.0)
-    assert isinstance(weigh_probe(flight(0, 1, 2), seen, RULES, 399.0), Nothing)
+    assert weigh_probe(flight(0, 1, 2), seen, RULES, 399.0) == AskNetwork(Nothing())
     found = weigh_probe(flight(0, 1, 2), seen, RULES, 401.0)
     assert isinstance(found, Found)
     assert (found.ranks, found.silent) == ((3,), False)
