@@ -36,6 +36,10 @@ _NEW_TRIALS = 3
 #: A trial agrees if it explains this much of what the rank is slower by.
 _EXPLAINS = 0.4
 _SHOWN = 8
+#: Nobody is kept from its processors for ever.
+_LEAST = 1e-3
+#: Windows that must say that a thread is kept from its processors: each by itself scatters.
+_QUEUED = 6
 #: So many windows a trial is waited for.
 _PATIENCE = 24
 #: Above so many hosts the median of all is as good as that of all others.
@@ -80,8 +84,8 @@ class Straggler:
 
     ``factor``: of their own part of a step (0 where that can't be told), ``trial``: of the trial (0
     where there was none).  ``lost_s`` is what all others wait longer for them, per step.
-    ``queued`` is the share of the time that its processors were kept from it, ``throttled`` how
-    often its control group was held back; -1 where nobody says.
+    ``queued`` is the share of the time that processors were kept from it beyond what the others
+    lack, ``throttled`` how often its control group was held back; -1 where nobody says.
     """
 
     host: str
@@ -266,11 +270,11 @@ class Straggling:
         if told and factor < self._factor:
             return None
         trial = self._trial_factor(row, hosts)
-        queued = median(row.queued) if row.queued else -1.0
+        kept = _lower(row.queued) if len(row.queued) >= _QUEUED else 0.0
         why: Why | None = None
         if not told or (trial and row.trials >= _NEW_TRIALS and self._explains(trial, factor)):
             why = Why.NODE
-        elif queued > 0 and self._explains(1 / max(1e-3, 1 - queued), factor):
+        elif self._explains(kept, factor):
             why = Why.STARVED
         elif row.trials >= _NEW_TRIALS or row.windows >= _PATIENCE:
             why = Why.WORK if self._is_new(row, factor) else None
@@ -284,7 +288,7 @@ class Straggling:
             why=why,
             since_step=max(0, row.since_step),
             lost_s=round(median(row.lost), 6) if row.lost else 0.0,
-            queued=round(queued, 4),
+            queued=round(1 - 1 / kept, 4) if kept > 1 else 0.0 if row.queued else -1.0,
             throttled=row.throttled,
         )
 
@@ -313,13 +317,17 @@ class Straggling:
     def _queued(
         self, members: Sequence[Reading], hosts: Mapping[str, list[Reading]]
     ) -> float | None:
-        """The share of the time without a processor, beyond what others lack, too."""
+        """How many times as long it takes for want of a processor, in times of the others."""
         rest = _others(
             hosts,
             {r.rank: r.starved for on_it in hosts.values() for r in on_it if r.starved >= 0},
         )
-        more = [r.starved - rest[r.rank].middle for r in members if r.rank in rest]
-        return max(0.0, median(more)) if more else None
+        more = [
+            (1 - rest[r.rank].middle) / max(_LEAST, 1 - r.starved)
+            for r in members
+            if r.rank in rest and r.starved >= 0
+        ]
+        return median(more) if more else None
 
     # -- who has been told of ------------------------------------------------------------------
 
@@ -387,6 +395,11 @@ class _Rest:
 
     middle: float
     spread: float
+
+
+def _lower(values: Sequence[float]) -> float:
+    """What three of four are above."""
+    return sorted(values)[len(values) // 4]
 
 
 def _by_host(readings: Sequence[Reading]) -> dict[str, list[Reading]]:

@@ -18,7 +18,7 @@ __all__ = ["CudaTrial", "HostTrial", "Trial", "trial_on"]
 
 #: Ranks that share cores get in each other's way: of several tries the fastest counts.
 _TRIES = 6
-_SIDE = 128
+_SIDE = 192
 _SIDE_CUDA = 2048
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -153,23 +151,23 @@ def test_a_fault_that_cannot_be_remembered_does_not_strike(tmp_path: Path) -> No
 
 def test_a_fault_is_on_disk_before_it_strikes(tmp_path: Path) -> None:
     """The process really is killed, and comes again."""
-    program = textwrap.dedent("""
-        import sys
-        from pathlib import Path
-        from slurm_forge.spec.faults import parse_faults
-        from slurm_forge.training.injecting import Injecting
-        faults = Injecting(parse_faults("kill@3:rank0"), rank=0, world_size=1, attempt=1,
-                           launch=int(sys.argv[2]), directory=Path(sys.argv[1]))
+
+    def rank_0(launch: int) -> None:
+        faults = Injecting(
+            parse_faults("kill@3:rank0"), rank=0, world_size=1, attempt=1, launch=launch,
+            directory=tmp_path,
+        )  # fmt: skip
         for step in range(5):
             faults.boundary(step)
-        print("through")
-    """)
+        (tmp_path / f"through {launch}").touch()
+
     ends = []
-    for launch in ("1", "2"):
-        command = [sys.executable, "-c", program, str(tmp_path), launch]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        ends.append((done.returncode, done.stdout))
-    assert ends == [(-signal.SIGKILL, ""), (0, "through\n")], done.stderr
+    for launch in (1, 2):
+        process = multiprocessing.get_context("fork").Process(target=rank_0, args=(launch,))
+        process.start()
+        process.join(60)
+        ends.append((process.exitcode, (tmp_path / f"through {launch}").exists()))
+    assert ends == [(-signal.SIGKILL, False), (0, True)]
 
 
 # -- poisoned samples -----------------------------------------------------------------------------
@@ -259,6 +257,23 @@ def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: 
     rank.faults._sleep = third
     with pytest.raises(KeyboardInterrupt):
         rank.step(3)
+
+
+def test_what_a_slow_fault_may_say(tmp_path: Path) -> None:
+    (node, work) = parse_faults("slow@5x400:rank1:factor=2:node,slow@9:factor=1.5")
+    assert (node.drags, str(node)) == (True, "slow@5x400:rank1:node:factor=2")
+    assert parse_faults(str(node)) == (node,)
+    assert work.target is None
+    for wrong, why in (
+        ("slow@5:node", "node is for slow, such as slow@5x400:rank1:factor=2:node"),
+        ("hang@5:node", "node is for slow"),
+        ("corrupt@5:node:nan", "node is for slow"),
+        ("slow@5:factor=0.5", "1 or more"),
+        ("slow@5:factor=2:seconds=3", "no seconds"),
+        ("slow:samples=3-7:factor=2", "and a step"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            parse_faults(wrong)
 
 
 def test_data_and_collective_say_what_they_need(tmp_path: Path) -> None:
