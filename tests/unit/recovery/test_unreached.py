@@ -105,8 +105,8 @@ def test_busy_links_are_no_trouble(count, rtts) -> None:
 
     seen = [LinkSeen(a, b, link()) for a, b in combinations(hosts(count), 2)]
     assert unreached(seen, ranks(count)).how is Trouble.NONE
-    far = Link(peer="", min_rtt=0.3, rtt=0.5)  # across an ocean
-    assert unreached([LinkSeen("n01", "n02", far)], ranks(2)).how is Trouble.NONE
+    far = Link(peer="", min_rtt=0.3, rtt=0.5)  # one host across an ocean
+    assert unreached(views(max(count, 3), {"n02": far}), ranks(max(count, 3))).how is Trouble.NONE
 
 
 def test_of_two_hosts_nobody_can_tell() -> None:
@@ -139,6 +139,12 @@ def test_halves_that_do_not_reach_each_other_name_nobody() -> None:
 def test_two_hosts_of_many_are_both_named() -> None:
     found = unreached(views(7, {"n03": CUT, "n06": LATE}), ranks(7))
     assert found.hosts == ("n03", "n06")
+
+
+def test_good_links_speak_for_a_host() -> None:
+    """The supervisor alone knows: of six hosts it reaches three."""
+    found = unreached(hub_only(6, {"n03", "n04"}, CUT), ranks(6))
+    assert found.hosts == ("n03", "n04")
 
 
 def test_a_delay_that_makes_no_probe_late_is_none() -> None:
