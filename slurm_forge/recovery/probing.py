@@ -191,14 +191,12 @@ def weigh_silence(
         if each.watched
         and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent >= deadline))
     ]
-    unwatched = [each for each in quiet if each.witness is None and each.silent >= deadline]
-    sure = stopped + unwatched
-    if sure and (_is_minority(sure, seen) or longest >= deadline):
-        return _silent_found(sure, seen, Confidence.LIKELY)
+    if stopped and (_is_minority(stopped, seen) or longest >= deadline):
+        return _silent_found(stopped, seen, Confidence.LIKELY)
     dark = [
         each
         for each in quiet
-        if each.witness is not None and min(each.witness, each.silent) >= _DARK * limit
+        if min(each.silent if each.witness is None else each.witness, each.silent) >= _DARK * limit
     ]
     if not dark:
         return NOTHING
@@ -206,7 +204,8 @@ def weigh_silence(
     # processes that are as silent for a while, and a kernel that answers.
     if longest < deadline:
         return AskNetwork(NOTHING)
-    if _is_minority(dark, seen):
+    # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
+    if _is_minority(quiet, seen):
         two = len({each.host for each in seen}) == 2
         # Of two hosts either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY

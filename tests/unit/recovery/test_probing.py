@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.recovery.nodes import Strike
 from slurm_forge.recovery.probing import (
+    NOTHING,
     AskNetwork,
     Fine,
     Flight,
@@ -109,9 +110,22 @@ def test_where_most_are_silent_the_network_says_who_and_else_nobody_is_named() -
 
 
 def test_a_rank_without_a_witness_has_the_deadline() -> None:
-    assert isinstance(weigh_silence(but(ranks(), 3, silent=29.0, witness=None), RULES), Nothing)
+    soon = weigh_silence(but(ranks(), 3, silent=29.0, witness=None), RULES)
+    assert soon == AskNetwork(NOTHING), "only the network may name it"
     found = weigh_silence(but(ranks(), 3, silent=31.0, witness=None), RULES)
-    assert isinstance(found, Found)
+    assert isinstance(found, AskNetwork)
+    assert isinstance(found.otherwise, Found)
+    assert found.otherwise.ranks == (3,)
+
+
+def test_where_most_are_silent_those_without_a_witness_are_not_to_blame() -> None:
+    """The supervisor's own host is cut off; one was silent a bit longer than the others."""
+    seen = but(ranks(6, 2), 2, silent=31.0, witness=None)
+    seen = but(seen, 3, 4, 5, silent=30.0, witness=9.0)
+    found = weigh_silence(seen, RULES)
+    assert isinstance(found, AskNetwork)
+    assert isinstance(found.otherwise, Found)
+    assert found.otherwise.ranks == ()
 
 
 silences = st.floats(0, 1000)
