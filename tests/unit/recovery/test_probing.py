@@ -128,6 +128,14 @@ def test_where_most_are_silent_those_without_a_witness_are_not_to_blame() -> Non
     assert found.otherwise.ranks == ()
 
 
+def test_ranks_whose_witness_sees_them_run_do_not_make_a_silent_host_less_to_blame() -> None:
+    seen = but(ranks(), 0, 1, silent=40.0)  # in C code, and their processes run
+    asked = weigh_silence(but(seen, 2, silent=31.0, witness=31.0), RULES)
+    assert isinstance(asked, AskNetwork)
+    assert isinstance(asked.otherwise, Found)
+    assert asked.otherwise.ranks == (2,)
+
+
 silences = st.floats(0, 1000)
 views = st.lists(
     st.builds(
