@@ -117,7 +117,10 @@ def report(costs: Costs) -> str:
             ("rival: all_reduce on the training's group, waited for", us(costs.rival_us)),
             ("a heartbeat, on the channel's thread", f"{costs.beat_us:.1f} us"),
             ("a probe from issue to its end (nobody waits for it)", us(costs.latency_us)),
-            ("processor time of the watching thread per probe", f"{costs.watcher_cpu_us:.0f} us"),
+            (
+                "processor time per probe beside it, watcher and gloo",
+                f"{costs.watcher_cpu_us:.0f} us",
+            ),
             ("bandwidth as measured by it", f"{costs.bandwidth / 1e9:.2f} GB/s"),
         ),
     )

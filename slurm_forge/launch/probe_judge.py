@@ -126,6 +126,7 @@ class ProbeJudge:
         self._off = False
         self._forgiven = False
         self._good = 0
+        self._latency = 0.0
         self._bandwidth = 0.0
         #: The verdict of a probe that failed, or of a silence.
         self.failed: Found | None = None
@@ -234,6 +235,7 @@ class ProbeJudge:
     def _fine(self, fine: Fine, seen: Sequence[RankSeen]) -> Event | None:
         self._flight = None
         self._good += 1
+        self._latency = fine.latency_s
         self._bandwidth = fine.bandwidth or self._bandwidth
         if self._observer is not None:
             self._observer.on_fine(fine.latency_s, fine.bandwidth, fine.arrivals)
@@ -286,7 +288,11 @@ class ProbeJudge:
         if not self._stacks.over(now, [each.rank for each in seen if each.watched]):
             return None
         self._suspect, self._flight = None, None
-        self.failed = found = _with_stacks(found, self._stacks.looks)
+        found = _with_stacks(found, self._stacks.looks)
+        if self._good:
+            text = f"{self._good} fine, the last in {1e3 * self._latency:.3g} ms"
+            found = replace(found, evidence=(*found.evidence, Evidence("probes before", text)))
+        self.failed = found
         return ProbeMeasured(
             ok=False,
             step=found.step,

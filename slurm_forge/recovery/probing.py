@@ -205,7 +205,7 @@ def weigh_silence(
     if longest < deadline:
         return AskNetwork(NOTHING)
     # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
-    if _is_minority(quiet, seen):
+    if _is_minority([each for each in quiet if not each.watched], seen):
         two = len({each.host for each in seen}) == 2
         # Of two hosts either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY

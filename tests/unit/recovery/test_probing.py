@@ -71,6 +71,18 @@ def test_a_process_that_holds_the_interpreters_lock_is_left_to_the_watchdog(stat
     assert isinstance(weigh_silence(seen, RULES), Nothing)
 
 
+def test_a_suspension_that_goes_round_the_hosts_slowly_blames_nobody() -> None:
+    """Two seconds from one to the next; their witnesses saw them stop."""
+    for now in range(5, 60):
+        seen = [
+            RankSeen(rank=n, host=f"n{n}", silent=max(0.3, now - 2.0 * n), witness=0.3, state="T")
+            if now > 2 * n
+            else RankSeen(rank=n, host=f"n{n}", silent=0.3, witness=0.3, state="S")
+            for n in range(4)
+        ]
+        assert isinstance(weigh_silence(seen, RULES), (Nothing, Suspended)), now
+
+
 def test_a_debugger_keeps_everybody_from_being_judged() -> None:
     seen = but(but(ranks(), 2, silent=100.0, state="T"), 1, state="t", silent=100.0)
     assert isinstance(weigh_silence(seen, RULES), Nothing)
@@ -126,6 +138,14 @@ def test_where_most_are_silent_those_without_a_witness_are_not_to_blame() -> Non
     assert isinstance(found, AskNetwork)
     assert isinstance(found.otherwise, Found)
     assert found.otherwise.ranks == ()
+
+
+def test_ranks_whose_witness_sees_them_run_do_not_make_a_silent_host_less_to_blame() -> None:
+    seen = but(ranks(), 0, 1, silent=40.0)  # in C code, and their processes run
+    asked = weigh_silence(but(seen, 2, silent=31.0, witness=31.0), RULES)
+    assert isinstance(asked, AskNetwork)
+    assert isinstance(asked.otherwise, Found)
+    assert asked.otherwise.ranks == (2,)
 
 
 silences = st.floats(0, 1000)
