@@ -10,11 +10,15 @@ __all__ = ["NodePace", "PaceSampled", "StragglerOver", "StragglerSeen", "TrendSe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePace:
-    """A node's own part of a step and its trial, in times what they are with the others."""
+    """A node's own part of a step and its trial, in times what they are with the others.
+
+    ``late_s`` is how long after the others it comes to probes, lately.
+    """
 
     host: str
     own: float
     trial: float
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,6 +227,7 @@ class Trends:
                 host=host,
                 own=_ratio([r.own_s for r in on_it], own),
                 trial=_ratio([self._straggling.trial(r.rank) for r in on_it], trial),
+                late_s=round(median(self.lateness(r.rank) for r in on_it), 6),
             )
             for host, on_it in hosts.items()
         ]

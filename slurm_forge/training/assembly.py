@@ -233,12 +233,13 @@ def _pacing(
     injecting: Injecting,
     registry: Registry,
 ) -> Pacing | None:
-    if groups.probe is None or context.spec.probe.straggler is None:
+    asked = context.spec.probe
+    if groups.probe is None or not asked.enabled or asked.straggler is None:
         return None
     return Pacing(
         member.send,
         device=device,
-        every=context.spec.probe.pace_every,
+        every=asked.pace_every,
         injecting=injecting,
         models=registry.models.values,
     )

@@ -10,7 +10,7 @@ import torch
 
 import slurm_forge as forge
 from slurm_forge.journal import read_journal
-from slurm_forge.journal.events import IncidentSeen, PaceSampled, StragglerSeen
+from slurm_forge.journal.events import IncidentSeen, PaceSampled, StragglerOver, StragglerSeen
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
@@ -101,3 +101,32 @@ def test_nobody_is_named_where_rank_0_has_more_to_do(tmp_path: Path) -> None:
     assert OWN_S < sampled.own_s < 10 * OWN_S
     worst = sampled.nodes[0]
     assert (worst.host, worst.own > 1.3) == ("n01", True)  # to be seen, and blamed on nobody
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_nobody_is_named_in_an_even_run_however_busy_the_machine(
+    tmp_path: Path, ranks: int
+) -> None:
+    run = new_run(tmp_path, probe=PROBE)
+    hosts = [f"n{rank // 2:02d}" if ranks > 2 else f"n{rank:02d}" for rank in range(ranks)]
+    with launched(run, ranks, train, hosts=hosts) as launch:
+        launch.until(
+            lambda: any(each.step > 1500 for each in launch.hub.members().values()),
+            "1500 steps",
+            200,
+        )
+        stopped(launch)
+    assert not events(run, StragglerSeen, StragglerOver)
+    assert events(run, PaceSampled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_right_node_every_time(tmp_path: Path, rank: int, turn: int) -> None:
+    run = new_run(tmp_path, probe=PROBE, inject=[f"slow@40x100000:rank{rank}:factor=3:node"])
+    with launched(run, 4, train, hosts=HOSTS) as launch:
+        launch.until(lambda: events(run, StragglerSeen), "the straggler", 60)
+        stopped(launch)
+    assert {each.host for each in events(run, StragglerSeen)} == {HOSTS[rank]}

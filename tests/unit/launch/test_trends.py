@@ -153,6 +153,10 @@ def test_probes_that_get_slower() -> None:
     assert sorted(each.figure for each in of(TrendSeen, hall.told)) == ["bandwidth", "latency"]
     assert hall.trends.lateness(3) == pytest.approx(0.5)
     assert hall.trends.lateness(0) == 0.0
+    hall.windows(12)
+    late = {each.host: each.late_s for each in of(PaceSampled, hall.told)[-1].nodes}
+    assert late["n01"] == pytest.approx(0.25)  # of ranks 2 and 3
+    assert late["n00"] == 0.0
 
 
 def test_ranks_that_say_nothing_are_not_waited_for_and_half_a_window_is_none() -> None:
