@@ -49,6 +49,7 @@ __all__ = [
     "PaceSampled",
     "PreflightMeasured",
     "ProbeMeasured",
+    "ProbeOff",
     "Progress",
     "Recovered",
     "RequeueDone",
@@ -354,7 +355,10 @@ class DecisionTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeMeasured:
-    """A collective probe: fine, or which ranks came late.  Fine ones are sampled."""
+    """A collective probe: fine, or which ranks came late, or whose values were ``wrong``.
+
+    Fine ones are sampled.  ``bandwidth`` is in bytes per second, where one was measured.
+    """
 
     ok: bool
     step: int
@@ -362,6 +366,9 @@ class ProbeMeasured:
     late_ranks: tuple[int, ...] = ()
     late_hosts: tuple[str, ...] = ()
     count: int = 1
+    bandwidth: float | None = None
+    wrong: bool = False
+    evidence: tuple[Evidence, ...] = ()
     kind: Literal["probe"] = "probe"
 
 
@@ -382,6 +389,15 @@ class PreflightMeasured:
     groups: int = 0
     bytes_per_s: float | None = None
     kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOff:
+    """The probe broke by itself, training went on: none any more in this launch."""
+
+    step: int
+    why: str
+    kind: Literal["probe_off"] = "probe_off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,6 +469,7 @@ Event = Annotated[
     | DecisionTaken
     | PreflightMeasured
     | ProbeMeasured
+    | ProbeOff
     | PaceSampled
     | StragglerSeen
     | StragglerOver

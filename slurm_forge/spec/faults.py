@@ -45,6 +45,8 @@ class FaultKind(str, Enum):
     BAD_NODE = "bad_node"
     BAD_LINK = "bad_link"
     BAD_SUM = "bad_sum"
+    #: What this rank contributes to the next probe arrives changed.
+    WRONG = "wrong"
 
 
 class Target(str, Enum):
@@ -69,6 +71,7 @@ _KNOWN_AS = {
     "error": "exception", "raise": "exception", "freeze": "hang", "sleep": "slow",
     "delay": "slow", "deadlock": "lock", "hold_gil": "gil", "loader": "data",
     "nccl": "collective", "infinity": "inf", "preempt": "term", "bitflip": "corrupt",
+    "wrong_value": "wrong", "sdc": "wrong",
 }  # fmt: skip
 _HEAD = re.compile(r"([^@:,]*)([@:,]?)(.*)", re.DOTALL)
 _STEP = re.compile(r"([0-9]{1,15})(?:x([0-9]{1,6}))?")

@@ -85,12 +85,17 @@ class Injecting:
         self._registry: Registry | None = None
         self._handles: list[RemovableHandle] = []
         self._fresh = False
-        self._replaying = False
+        self._replaying = self._probe_spoilt = False
         #: The fault that makes this rank slower in this step.
         self._dragging: Fault | None = None
         for fault in everything if rank == 0 else ():
             if fault.rank is not None and fault.rank >= world_size:
                 self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
+
+    def probe_spoilt(self) -> bool:
+        """Whether the probe that is being issued is the one to be spoilt."""
+        spoilt, self._probe_spoilt = self._probe_spoilt, False
+        return spoilt
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
@@ -223,6 +228,8 @@ class Injecting:
                 wait_for_nobody(self._rank)
             case FaultKind.DATA:
                 stop_loader_workers()
+            case FaultKind.WRONG:
+                self._probe_spoilt = True
             case _:
                 self._send(_SIGNALS[fault.kind])
 

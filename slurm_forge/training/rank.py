@@ -31,6 +31,8 @@ __all__ = ["Outcome", "Rank", "Result"]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+#: Of a probe's group, so that torch's own watchdog never comes before our verdict.
+_PROBE_DEADLINES = 20
 
 
 class Outcome(str, Enum):
@@ -92,6 +94,8 @@ class Rank:
         except LaunchOver:
             return Result(Outcome.UNWOUND, 0)
         finally:
+            if self._run is not None:
+                self._run.leave()
             if self._journal is not None:
                 self._journal.close()
             self._member.close()
@@ -150,6 +154,8 @@ class Rank:
             self._close()
 
     def _close(self) -> None:
+        if self._run is not None:
+            self._run.leave()
         if self.witnessed is not None:
             self.witnessed.end()
         if self._journal is not None:
@@ -224,6 +230,7 @@ class Rank:
             wait=_MEET_WITHIN,
             collective_timeout=_COLLECTIVE_TIMEOUT,
             own_address=preferred_address(self._file.socket_interface, self._file.host_suffix),
+            probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
         )
         met = time.time()
         journal = None

@@ -35,7 +35,7 @@ LAUNCH = (
     "number started ended last_seen outcome world_size nodes start step resumes training_s "
     "repeated_steps repeated_s notices stop_step agreed_s stop_checkpoint notice_to_saved_s "
     "incidents checkpoints failed_saves rejected skipped probes slowest_probe_s late_probes "
-    "program slow trends"
+    "program slow trends bandwidth probe_off"
 )
 INCIDENT = (
     "id time cause confidence step rank hosts evidence decision onset samples repeats micro_batch "

@@ -245,6 +245,17 @@ def test_signals_go_to_the_rank_itself_at_the_boundary(tmp_path: Path) -> None:
     assert rank.signals == [Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGSTOP]
 
 
+def test_a_wrong_value_is_in_the_next_probe_of_this_rank_and_in_no_other(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, "wrong@1,wrong@3:rank1")
+    rank.step(0)
+    assert not rank.faults.probe_spoilt()
+    rank.step(1)
+    rank.step(2)
+    assert rank.faults.probe_spoilt()
+    rank.step(3)
+    assert not rank.faults.probe_spoilt()
+
+
 def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: Path) -> None:
     rank = Rank(tmp_path, "slow@1:seconds=7,hang@2:seconds=9,hang@3")
     rank.step(1)
