@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.netbed.bed import why_not
-from tests.netbed.cases import Case, Fault, Found, Moment, Who, all_cases, play
+from tests.netbed.cases import Case, Fault, Found, Moment, Who, all_cases, found_from, play_all
 
 
 def main(arguments: list[str]) -> int:
@@ -36,7 +35,7 @@ def main(arguments: list[str]) -> int:
     ]
     left = [case for case in cases if case.name not in known]
     began = time.monotonic()
-    for found in _play_all(left, options.jobs):
+    for found in play_all(left, options.jobs):
         known[found.name] = found
         _say(found, len([case for case in cases if case.name in known]), len(cases))
         if options.json is not None:
@@ -56,36 +55,10 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def _play_all(cases: list[Case], jobs: int):
-    """In processes that are forked from this one, which has imported everything."""
-    waiting, running = list(reversed(cases)), {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            reader, writer = os.pipe()
-            pid = os.fork()
-            case = waiting.pop()
-            if pid == 0:
-                os.close(reader)
-                with os.fdopen(writer, "w") as file:
-                    file.write(json.dumps(asdict(play(case))))
-                os._exit(0)
-            os.close(writer)
-            running[pid] = (case, reader)
-        pid, _ = os.wait()
-        case, reader = running.pop(pid)
-        with os.fdopen(reader) as file:
-            text = file.read()
-        yield _found(json.loads(text)) if text else Found(case.name, "?", error="it broke off")
-
-
 def _read(path: Path) -> dict[str, Found]:
     if not path.exists():
         return {}
-    return {each["name"]: _found(each) for each in json.loads(path.read_text())}
-
-
-def _found(body: dict) -> Found:
-    return Found(**{**body, "hosts": tuple(body["hosts"]), "evidence": tuple(body["evidence"])})
+    return {each["name"]: found_from(each) for each in json.loads(path.read_text())}
 
 
 def _say(found: Found, number: int, count: int) -> None:

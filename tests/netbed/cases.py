@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from slurm_forge.launch import watchdog as watchdog_module
 from tests.distributed.launches import Launch, launched, new_run, state_of
 from tests.netbed.bed import Netbed
 
-__all__ = ["Case", "Fault", "Found", "Moment", "Who", "all_cases", "play"]
+__all__ = ["Case", "Fault", "Found", "Moment", "Who", "all_cases", "found_from", "play", "play_all"]
 
 #: Shipped are 60 s and 30 s, and thirty seconds for the watchdog.
 SETTINGS = {
@@ -215,6 +217,40 @@ def play(case: Case) -> Found:
             text = error.read_text() if error.exists() else "it did not come to its end"
             body = asdict(Found(case.name, _name(case.victim), error=text))
     body |= {"took": round(time.monotonic() - began, 1)}
+    return found_from(body)
+
+
+def play_all(cases: Sequence[Case], jobs: int) -> Iterator[Found]:
+    """Play so many side by side; in the order in which they come to their ends."""
+    waiting = list(reversed(cases))
+    running: dict[int, tuple[Case, int, bytes]] = {}  # by the pipe that its result comes through
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            case = waiting.pop()
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                with os.fdopen(writer, "w") as file:
+                    file.write(json.dumps(asdict(play(case))))
+                os._exit(0)
+            os.close(writer)
+            running[reader] = case, pid, b""
+        for reader in select.select(list(running), [], [])[0]:
+            case, pid, text = running[reader]
+            data = os.read(reader, 1 << 16)
+            running[reader] = case, pid, text + data
+            if data:
+                continue
+            del running[reader]
+            os.close(reader)
+            os.waitpid(pid, 0)
+            broke_off = Found(case.name, _name(case.victim), error="it broke off")
+            yield found_from(json.loads(text)) if text else broke_off
+
+
+def found_from(body: dict[str, Any]) -> Found:
+    """What ``asdict`` made of it, back."""
     return Found(**{**body, "hosts": tuple(body["hosts"]), "evidence": tuple(body["evidence"])})
 
 
