@@ -24,6 +24,7 @@ from slurm_forge.cli import (
     policy,
     probe,
     running,
+    sites,
     submitting,
     watch,
 )
@@ -67,6 +68,7 @@ app.command()(exporting.export)
 app.command()(probe.probe)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
+app.add_typer(sites.app)
 
 
 def _version(wanted: bool) -> None:

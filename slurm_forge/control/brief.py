@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 
 from slurm_forge.control.preflight_words import Thoroughness
-from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow, Variable
 
 __all__ = ["BRIEF_KEY", "LaunchBrief"]
 
@@ -43,6 +43,7 @@ class LaunchBrief:
         given = {name: value for name, value in plan.items() if name in known}
         given["exclude_nodes"] = tuple(given.get("exclude_nodes", ()))
         given["skipped"] = tuple(SampleWindow(**each) for each in given.get("skipped", ()))
+        given["variables"] = tuple(Variable(**each) for each in given.get("variables", ()))
         return cls(
             attempt=int(body["attempt"]),
             launch=int(body["launch"]),

@@ -17,6 +17,7 @@ from slurm_forge.journal.comebacks import (
     RequeueFailed,
     RequeueIntended,
 )
+from slurm_forge.journal.paces import PaceSampled, StragglerOver, StragglerSeen, TrendSeen
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
@@ -45,8 +46,10 @@ __all__ = [
     "NodesStruck",
     "Note",
     "NoticeSeen",
+    "PaceSampled",
     "PreflightMeasured",
     "ProbeMeasured",
+    "ProbeOff",
     "Progress",
     "Recovered",
     "RequeueDone",
@@ -57,8 +60,11 @@ __all__ = [
     "StallSeen",
     "StepSkipped",
     "StopAgreed",
+    "StragglerOver",
+    "StragglerSeen",
     "StretchesLearned",
     "Submitted",
+    "TrendSeen",
     "UserAsked",
 ]
 
@@ -90,11 +96,15 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStarted:
-    """All ranks of a launch were started; ``start`` is a word of ``Start``."""
+    """All ranks of a launch were started; ``start`` is a word of ``Start``.
+
+    ``variables`` are what the recovery plan adds to their environment, as ``NAME=value``.
+    """
 
     world_size: int
     nodes: tuple[str, ...] = ()
     start: str = "cold"
+    variables: tuple[str, ...] = ()
     kind: Literal["launch_started"] = "launch_started"
 
 
@@ -345,7 +355,10 @@ class DecisionTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeMeasured:
-    """A collective probe: fine, or which ranks came late.  Fine ones are sampled."""
+    """A collective probe: fine, or which ranks came late, or whose values were ``wrong``.
+
+    Fine ones are sampled.  ``bandwidth`` is in bytes per second, where one was measured.
+    """
 
     ok: bool
     step: int
@@ -353,6 +366,9 @@ class ProbeMeasured:
     late_ranks: tuple[int, ...] = ()
     late_hosts: tuple[str, ...] = ()
     count: int = 1
+    bandwidth: float | None = None
+    wrong: bool = False
+    evidence: tuple[Evidence, ...] = ()
     kind: Literal["probe"] = "probe"
 
 
@@ -373,6 +389,15 @@ class PreflightMeasured:
     groups: int = 0
     bytes_per_s: float | None = None
     kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOff:
+    """The probe broke by itself, training went on: none any more in this launch."""
+
+    step: int
+    why: str
+    kind: Literal["probe_off"] = "probe_off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,6 +469,11 @@ Event = Annotated[
     | DecisionTaken
     | PreflightMeasured
     | ProbeMeasured
+    | ProbeOff
+    | PaceSampled
+    | StragglerSeen
+    | StragglerOver
+    | TrendSeen
     | RequeueIntended
     | RequeueDone
     | RequeueFailed

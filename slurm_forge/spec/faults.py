@@ -45,10 +45,15 @@ class FaultKind(str, Enum):
     BAD_NODE = "bad_node"
     BAD_LINK = "bad_link"
     BAD_SUM = "bad_sum"
+    #: What this rank contributes to the next probe arrives changed.
+    WRONG = "wrong"
 
 
 class Target(str, Enum):
-    """What ``corrupt`` writes its value into: one element of it; of the loss all there is."""
+    """What ``corrupt`` writes its value into: one element of it; of the loss all there is.
+
+    ``node`` is for ``slow``: it is the node that is slow, not what the rank has to do.
+    """
 
     LOSS = "loss"
     GRAD = "grad"
@@ -56,6 +61,7 @@ class Target(str, Enum):
     ADAM_M = "adam_m"
     ADAM_V = "adam_v"
     BUFFER = "buffer"
+    NODE = "node"
 
 
 _SPIKE = 1e4
@@ -65,6 +71,7 @@ _KNOWN_AS = {
     "error": "exception", "raise": "exception", "freeze": "hang", "sleep": "slow",
     "delay": "slow", "deadlock": "lock", "hold_gil": "gil", "loader": "data",
     "nccl": "collective", "infinity": "inf", "preempt": "term", "bitflip": "corrupt",
+    "wrong_value": "wrong", "sdc": "wrong",
 }  # fmt: skip
 _HEAD = re.compile(r"([^@:,]*)([@:,]?)(.*)", re.DOTALL)
 _STEP = re.compile(r"([0-9]{1,15})(?:x([0-9]{1,6}))?")
@@ -80,7 +87,7 @@ _STATE = (Target.WEIGHT, Target.ADAM_M, Target.ADAM_V, Target.BUFFER)
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _OF_START = (FaultKind.BAD_NODE, FaultKind.BAD_LINK, FaultKind.BAD_SUM)
 _OPTIONS = {
-    "factor": (FaultKind.SPIKE,),
+    "factor": (FaultKind.SPIKE, FaultKind.SLOW),
     "seconds": (FaultKind.SLOW, FaultKind.HANG, FaultKind.GIL),
 }
 
@@ -131,6 +138,11 @@ class Fault:
     def of_start(self) -> bool:
         """Whether it is a node's, and found before a launch trains."""
         return self.kind in _OF_START
+
+    @property
+    def drags(self) -> bool:
+        """Whether it makes a rank slower by a factor, which changes nothing that stays."""
+        return self.kind is FaultKind.SLOW and self.factor is not None
 
     @property
     def of_state(self) -> bool:
@@ -292,9 +304,12 @@ def _check(fault: Fault) -> None:
     if corrupts and (fault.target is None or fault.value is None):
         raise ValueError(
             "say what is changed into what, such as corrupt@40:weight:nan "
-            f"({', '.join(target.value for target in Target)})"
+            f"({', '.join(target.value for target in Target if target is not Target.NODE)})"
         )
-    if not corrupts and (fault.target is not None or fault.value is not None):
+    if fault.target is Target.NODE:
+        if not fault.drags:
+            raise ValueError("node is for slow, such as slow@5x400:rank1:factor=2:node")
+    elif not corrupts and (fault.target is not None or fault.value is not None):
         said = fault.value if fault.target is None else fault.target.value
         raise ValueError(f"{said} is for corrupt, such as corrupt@40:weight:nan")
     if fault.of_state and chosen_by_batch:
@@ -305,6 +320,8 @@ def _check(fault: Fault) -> None:
             continue
         if fault.kind not in kinds:
             raise ValueError(f"{key} is for {' and '.join(kind.value for kind in kinds)}")
+        if fault.drags and (not number >= 1 or fault.seconds is not None or chosen_by_batch):
+            raise ValueError("slow by a factor says one of 1 or more and a step, and no seconds")
         if not abs(number) < float("inf") or (key == "seconds" and not 0 <= number < 1e7):
             raise ValueError(f"{key}={number} can't be done")
 
