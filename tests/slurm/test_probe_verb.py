@@ -32,18 +32,18 @@ def _probe(
 
 def test_nodes_are_looked_at_and_the_bad_one_is_struck(slurm: SlurmCluster, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    ledger = tmp_path / "nodes"
+    ledger, bad = tmp_path / "nodes", slurm.nodes[2]
     status, found = _probe(
-        slurm, tmp_path, "--nodes", "4", "-p", "normal", "--broken", "n3=computes", "--strike",
+        slurm, tmp_path, "--nodes", "4", "-p", "normal", "--broken", f"{bad}=computes", "--strike",
         ledger=ledger,
     )  # fmt: skip
     assert status == 1
-    assert (found["bad"], found["cause"]) == (["n3"], "node_fail")
-    assert sorted(each["host"] for each in found["nodes"]) == ["n1", "n2", "n3", "n4"]
-    assert found["struck"] == ["n3"]
+    assert (found["bad"], found["cause"]) == ([bad], "node_fail")
+    assert sorted(each["host"] for each in found["nodes"]) == sorted(slurm.nodes)
+    assert found["struck"] == [bad]
     with environment(slurm, ledger):
         listed = slurm.run(sys.executable, "-m", "slurm_forge.cli.main", "nodes", "list")
-    assert "n3" in listed.stdout and "n1" not in listed.stdout
+    assert bad in listed.stdout and slurm.nodes[0] not in listed.stdout
 
 
 def test_the_nodes_of_a_running_job_are_looked_at_beside_it(
@@ -61,16 +61,17 @@ def test_the_nodes_of_a_running_job_are_looked_at_beside_it(
 
 def test_a_run_leaves_a_bad_node_before_it_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
     """It is named by the look before the launch, a spare one takes its seat, and the run ends."""
+    bad = slurm.nodes[1]
     watched = submit(
         slurm, tmp_path, name="fit", nodes=3, spare_nodes=1, partition="normal",
-        args={"steps": 20, "global_batch": 12}, inject=["bad_node:host=n2"],
+        args={"steps": 20, "global_batch": 12}, inject=[f"bad_node:host={bad}"],
     )  # fmt: skip
     state = watched.wait_finished()
     assert len(state.attempts) == 1
     ((_, incident),) = state.attempts[0].incidents
-    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n2",))
+    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (bad,))
     assert incident.confidence is Confidence.LIKELY
     first, second = (event.nodes for _, event in watched.events(LaunchStarted))
-    assert "n2" in first and "n2" not in second
+    assert bad in first and bad not in second
     looks = [event for _, event in watched.events(PreflightMeasured)]
-    assert [each.bad for each in looks] == [("n2",), ()]
+    assert [each.bad for each in looks] == [(bad,), ()]
