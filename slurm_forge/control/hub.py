@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 
 from slurm_forge.control import protocol as p
 from slurm_forge.control.gathering import Gathering
+from slurm_forge.control.links import Connection
 from slurm_forge.control.listener import Listener, Peer
+from slurm_forge.control.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
 
 __all__ = [
@@ -161,6 +163,24 @@ class Hub(Listener[_Peer]):
                 if peer.witness is not None:
                     self._send(peer, message)
 
+    def ask_rank(self, rank: int, message: p.Message) -> None:
+        """Tell one rank itself something; what it answers comes as ``Said``."""
+        with self._lock:
+            for peer in list(self._peers.values()):
+                if peer.rank == rank:
+                    self._send(peer, message)
+
+    def connections(self) -> tuple[tuple[int, Connection], ...]:
+        """How the hub's own connections to ranks and their witnesses are, by rank."""
+        with self._lock:
+            found = []
+            for peer in self._peers.values():
+                rank = peer.rank if peer.witness is None else peer.witness
+                each = connection_of(peer.connection)
+                if rank is not None and each is not None:
+                    found.append((rank, each))
+        return tuple(found)
+
     def request(self, kind: p.RequestKind, reason: str, *, within_s: float | None = None) -> int:
         """Ask all ranks to do something at the same step; the target comes as ``Agreed``.
 
@@ -263,7 +283,7 @@ class Hub(Listener[_Peer]):
         if isinstance(message, p.Pulse):
             view = replace(view, pulse=message)
         self._witnesses[rank] = view
-        if isinstance(message, (p.Lasted, p.Stacks)):
+        if isinstance(message, (p.Lasted, p.Stacks, p.Links, p.PortsSeen)):
             self.events.put(Said(rank, message))
 
     def _answered(self, rank: int, at: p.At, now: float) -> None:

@@ -23,7 +23,9 @@ from slurm_forge.control.hub_words import (
     Welcome,
     Withdrawn,
 )
+from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
+from slurm_forge.control.pace_words import Paced
 from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.control.rank_words import (
     At,
@@ -64,9 +66,13 @@ __all__ = [
     "Hello",
     "Lasted",
     "LeftOut",
+    "Links",
+    "LookAtLinks",
     "Message",
     "NotCommitted",
     "Notice",
+    "Paced",
+    "PortsSeen",
     "ProbeArrived",
     "ProbeBroke",
     "ProbeDone",
@@ -119,11 +125,15 @@ _KINDS: tuple[type[Message], ...] = (
     ProbeArrived,
     ProbeBroke,
     ProbeDone,
+    Paced,
     Attend,
     Pulse,
     Lasted,
     TakeStacks,
     Stacks,
+    LookAtLinks,
+    Links,
+    PortsSeen,
     Abort,
 )
 
@@ -195,6 +205,10 @@ def _value(annotation: str, value: object) -> object:
             if not isinstance(value, list):
                 raise TypeError("list of int")
             return tuple(_integer(part) for part in value)
+        case "tuple[str, ...]":
+            if not isinstance(value, list) or not all(type(part) is str for part in value):
+                raise TypeError("list of str")
+            return tuple(value)
         case "float":
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise TypeError("float")

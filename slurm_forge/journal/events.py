@@ -17,6 +17,7 @@ from slurm_forge.journal.comebacks import (
     RequeueFailed,
     RequeueIntended,
 )
+from slurm_forge.journal.paces import PaceSampled, StragglerOver, StragglerSeen, TrendSeen
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
@@ -45,6 +46,7 @@ __all__ = [
     "NodesStruck",
     "Note",
     "NoticeSeen",
+    "PaceSampled",
     "ProbeMeasured",
     "ProbeOff",
     "Progress",
@@ -57,8 +59,11 @@ __all__ = [
     "StallSeen",
     "StepSkipped",
     "StopAgreed",
+    "StragglerOver",
+    "StragglerSeen",
     "StretchesLearned",
     "Submitted",
+    "TrendSeen",
     "UserAsked",
 ]
 
@@ -440,6 +445,10 @@ Event = Annotated[
     | DecisionTaken
     | ProbeMeasured
     | ProbeOff
+    | PaceSampled
+    | StragglerSeen
+    | StragglerOver
+    | TrendSeen
     | RequeueIntended
     | RequeueDone
     | RequeueFailed

@@ -22,15 +22,18 @@ from slurm_forge.launch.deadline import Deadline
 from slurm_forge.launch.ending import Ending
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
+from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.launch.pace import SavePace
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.questions import Questions
 from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.sight import Sight
 from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.trends import Trends
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
 from slurm_forge.recovery.probing import ProbeRules
+from slurm_forge.recovery.straggling import in_words
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
 
@@ -82,6 +85,15 @@ class Conductor:
         self._questions = Questions(watch, self._seen, clock)
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
+        self._trends = Trends(
+            hub.members,
+            factor=timing.straggler,
+            every=timing.pace_every,
+            clock=clock,
+            wall=lambda: now().timestamp(),
+            baselines=timing.baselines,
+        )
+        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         sight = Sight(hub, clock)
         self._watchdog = Watchdog(
             hub,
@@ -90,6 +102,7 @@ class Conductor:
             attempt=journal.attempt,
             launch=journal.launch,
             learned=dict(timing.stretches),
+            network=self._network,
             sight=sight,
         )
         self._judge = ProbeJudge(
@@ -102,6 +115,8 @@ class Conductor:
             launch=journal.launch,
             bandwidth_every=timing.bandwidth_every,
             sight=sight,
+            network=self._network,
+            observer=self._trends,
         )
 
     def signal(self, name: str) -> None:
@@ -221,9 +236,13 @@ class Conductor:
                 self._left_out.said(rank, message.step, self._clock())
             case p.ProbeArrived() | p.ProbeDone() | p.ProbeBroke():
                 self._judge.hear(rank, message)
+            case p.Paced():
+                self._trends.hear(rank, message)
             case p.Lasted() | p.Stacks():
                 self._watchdog.hear(rank, message)
                 self._judge.hear(rank, message)
+            case p.Links() | p.PortsSeen():
+                self._network.hear(rank, message)
             case _:
                 pass
 
@@ -287,6 +306,7 @@ class Conductor:
         self._check_left_out(now)
         if self._may_save() and self._pace.due(now):
             self._ask_save("every_minutes")
+        self._look_at_trends(now)
         self._watch_for_stalls(now)
         self._probe(now)
         self._ending.look(now)
@@ -300,6 +320,22 @@ class Conductor:
             self._seen.batch_signals.append(name)
             self._ask_stop(name)
         return bool(names)
+
+    def _look_at_trends(self, now: float) -> None:
+        """A slow node is told of; where the job file says so, the launch is stopped for it."""
+        for event in self._trends.look(now):
+            self._note(event)
+        slow = self._trends.newly_slow()
+        if slow is None or not self._undisturbed():
+            return
+        self._watch.comment(in_words(slow))
+        if not self._timing.acts_on_stragglers or not slow.why.of_node:
+            return
+        self._seen.straggler = slow
+        if self._only_warns(self._facts()):
+            self._seen.straggler = None
+        else:  # nothing is wrong with the ranks: they save first
+            self._ask_stop(f"{slow.host} is slow")
 
     def _watch_for_stalls(self, now: float) -> None:
         """Not once the launch is ending: a stop that does not come has its own deadline."""

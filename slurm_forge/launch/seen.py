@@ -17,6 +17,7 @@ from slurm_forge.recovery.launch_facts import (
 )
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -73,6 +74,8 @@ class Seen:
     aborted: bool = False
     #: The watchdog's verdict.
     stalled: Stall | None = None
+    #: The slow node that the launch is stopped for.
+    straggler: Straggler | None = None
     #: Ranks that had not joined when they were waited for no longer.
     absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
@@ -154,6 +157,7 @@ class Seen:
             mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
             stalled=self.stalled,
             probe=probe,
+            straggler=self.straggler,
             exit_status=None if launched is None else launched.poll(),
             ends=() if launched is None else launched.ends(),
             launcher_text="" if launched is None else launched.tail(),

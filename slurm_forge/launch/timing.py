@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
+from slurm_forge.journal.state import Baseline
 from slurm_forge.recovery.interval import measured_interval, seen_between
 from slurm_forge.recovery.stretches import Rules
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["Timing", "lead_time", "planned_end", "timing"]
 
@@ -37,6 +40,13 @@ class Timing:
     #: When a rank counts as hung, and how long earlier attempts stayed in what.
     hang: Rules | None = None
     stretches: tuple[tuple[str, float], ...] = ()
+    #: From how many times as slow a node counts as slow, how often ranks tell their pace, and what
+    #: was usual in earlier attempts.
+    straggler: float | None = None
+    pace_every: timedelta = timedelta(seconds=15)
+    baselines: tuple[Baseline, ...] = ()
+    #: Whether more is done about a slow node than to tell of it.
+    acts_on_stragglers: bool = False
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -99,6 +109,12 @@ def timing(
         kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
         hang=_hang_rules(job),
         stretches=state.stretches,
+        straggler=job.probe.straggler if job.probe.enabled else None,
+        pace_every=job.probe.pace_every,
+        baselines=state.baselines,
+        acts_on_stragglers=any(
+            rung.do is not Action.WARN for rung in job.recovery.ladder(Cause.STRAGGLER)
+        ),
     )
 
 

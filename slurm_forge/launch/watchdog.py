@@ -13,9 +13,11 @@ from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
 from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
+from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.launch.sight import Sight
 from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
 from slurm_forge.recovery.stretches import Rules, Stretches
+from slurm_forge.recovery.unreached import with_network
 
 __all__ = ["Watchdog"]
 
@@ -43,6 +45,7 @@ class Watchdog:
     """``look`` several times a second, ``hear`` what witnesses say; ``stalled`` is the verdict.
 
     ``rules`` None switches it off.  ``learned`` are the longest stretches of earlier attempts.
+    ``network`` is asked where all wait for each other, or somebody is silent.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class Watchdog:
         attempt: int,
         launch: int,
         learned: Mapping[str, float] | None = None,
+        network: NetworkWatch | None = None,
         sight: Sight | None = None,
     ) -> None:
         self._hub = hub
+        self._network = network or NetworkWatch(hub, clock)
         self._rules = rules
         self._clock = clock
         self._attempt, self._launch = attempt, launch
@@ -71,6 +76,8 @@ class Watchdog:
         self._next_write = self._begun + _FIRST_WRITE_S
         self._written: dict[str, float] = dict(learned or {})
         self._suspicion: _Suspicion | None = None
+        #: A verdict that waits for what the network looks like.
+        self._held: Stall | None = None
         self._number = 0
         self._not_before: tuple[str, timedelta] | None = None
 
@@ -117,15 +124,18 @@ class Watchdog:
         if views and all(view.silent or view.state == "T" for view in views.values()):
             self._sight.begin_anew(now)
         if self._fresh_from != self._sight.fresh_from:  # the job was suspended, or we were
-            self._fresh_from, self._suspicion = self._sight.fresh_from, None
+            self._fresh_from = self._sight.fresh_from
+            self._suspicion = self._held = None
         event = self._judge(views, now)
         return event or self._learned(now)
 
     def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
         found = standstill(tuple(views.values()), self._stretches)
         if found is None:
-            self._suspicion = self._not_before = None
+            self._suspicion = self._held = self._not_before = None
             return None
+        if self._held is not None:
+            return self._weigh_network(self._held, views, now)
         if self._not_before is not None and found.since < self._not_before[1]:
             return None
         if self._suspicion is None:
@@ -154,6 +164,25 @@ class Watchdog:
         if isinstance(verdict, Excused):
             self._not_before = (verdict.why, verdict.until)
             return None
+        # Nor is it known of whom its witness says nothing: the way to it may be cut.
+        late = verdict.late_ranks
+        if not late or any(views[r].silent or r not in suspicion.looks for r in late):
+            self._held = verdict
+            self._network.ask()
+            return None
+        return self._see(verdict)
+
+    def _weigh_network(
+        self, held: Stall, views: Mapping[int, RankView], now: float
+    ) -> Event | None:
+        """All wait for each other, or nothing is heard of some: it may be the way to them."""
+        found = self._network.verdict(now)
+        if found is None:
+            return None
+        self._held = None
+        return self._see(with_network(held, found, {r: view.host for r, view in views.items()}))
+
+    def _see(self, verdict: Stall) -> StallSeen:
         self.stalled = verdict
         return StallSeen(
             step=verdict.step,

@@ -16,6 +16,7 @@ from slurm_forge.recovery.slurm_says import (
     node_lost,
     of_a_stop,
 )
+from slurm_forge.recovery.straggling import in_words
 from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
@@ -62,6 +63,8 @@ def _where(
         return (probe.ranks[0] if probe.ranks else None), _each_once(probe.hosts)
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
+    if facts.straggler is not None and cause is Cause.STRAGGLER:
+        return facts.straggler.ranks[0], (facts.straggler.host,)
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
         return first.rank, (first.host,)
     lost = first_lost(facts)
@@ -83,6 +86,12 @@ def _step(facts: LaunchFacts) -> int | None:
         return facts.probe.step
     first = _first_failure(facts)
     return facts.step if first is None else first.step
+
+
+def _named(facts: LaunchFacts) -> set[str]:
+    """The hosts that were named while the launch went on."""
+    named = set() if facts.stalled is None else set(facts.stalled.late_hosts)
+    return named if facts.probe is None else named | set(facts.probe.hosts)
 
 
 def _first_failure(facts: LaunchFacts) -> RankFailure | None:
@@ -127,13 +136,18 @@ def _judge(facts: LaunchFacts) -> Judged:
             return from_slurm
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
-    gone = vanished(facts) and not killed_for_memory(facts) and not facts.lost
+    silent = vanished(facts)
+    gone = silent and not killed_for_memory(facts) and not facts.lost
+    # Who can't reach the others hears nothing of them: then it is not they who are gone.
+    named = _named(facts)
+    if named and not named & set(silent):
+        gone = ()
     if gone and (first is None or first.cause is Cause.NCCL_ERROR):
         without = node_lost(facts)
         if without is not None:
             return without
     if facts.stalled is not None:  # what ranks say once they are ended follows from it
-        return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
+        return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if facts.probe is not None:
         return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
     if first is not None:
@@ -141,6 +155,9 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.asked_again:
         words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
         return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
+    if facts.straggler is not None:
+        sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
+        return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
     told = killed_for_memory(facts) or node_lost(facts)
     if heard and (facts.stopped_at is not None or not (told or facts.failures)):
         signals = ", ".join((*facts.rank_signals, *facts.batch_signals))

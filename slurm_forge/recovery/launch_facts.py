@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
@@ -96,6 +97,8 @@ class LaunchFacts:
     stalled: Stall | None = None
     #: The verdict of a probe that failed, or of ranks that fell silent.
     probe: Found | None = None
+    #: The slow node that the launch was stopped for.
+    straggler: Straggler | None = None
     exit_status: int | None = None
     #: In the order in which agents said it, where ranks have agents.
     ends: tuple[WorkerEnd, ...] = ()

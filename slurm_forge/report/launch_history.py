@@ -9,6 +9,7 @@ from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report import story as s
 from slurm_forge.report.lineage import LaunchKey, Lineage, by_rank_0
+from slurm_forge.report.paces import PaceTelling
 from slurm_forge.report.planned import planned, step_of
 from slurm_forge.report.skipping import TimedSkip, skip_rows
 from slurm_forge.report.spending import MOST_RANKS, Spending, Spent
@@ -98,6 +99,7 @@ class LaunchTelling:
     probe_off: str = ""
     late: list[s.LateProbe] = field(default_factory=list)
     advanced: str = ""
+    paces: PaceTelling = field(default_factory=PaceTelling)
 
     def hear(self, record: Record) -> None:
         """One more record of the launch."""
@@ -138,6 +140,8 @@ class LaunchTelling:
                 self.skipped.append((time, event))
             case ev.ProbeMeasured():
                 self._probed(event, time)
+            case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
+                self.paces.hear(event, time)
             case ev.ProbeOff():
                 self.probe_off = event.why
             case _:
@@ -235,6 +239,8 @@ class LaunchTelling:
             bandwidth=self.bandwidth,
             probe_off=self.probe_off,
             program=self.advanced if self._is_program() else None,
+            slow=self.paces.told_slow(self.step),
+            trends=tuple(self.paces.trends),
         )
 
     def _world_size(self) -> int:

@@ -9,6 +9,7 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.advice import next_steps
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
+from slurm_forge.report.paces import slow_now
 from slurm_forge.report.planned import planned
 from slurm_forge.report.standing import jobs_of, standing, warnings_of
 from slurm_forge.report.story import (
@@ -53,7 +54,8 @@ class Status:
     every figure that ``run.log`` was given.  ``jobs`` are all that it has run as, ``waiting`` is
     why it waits, where Slurm was asked.  ``program`` is how far a program got that keeps its own
     checkpoints ("" where that was not seen), None in every other run.  Times are
-    seconds since the epoch; None is unknown.
+    seconds since the epoch; None is unknown.  ``slow`` has a line for each node that is slower than
+    the others, and for what has become slower for all.
     """
 
     run: str
@@ -78,6 +80,7 @@ class Status:
     jobs: tuple[str, ...] = ()
     waiting: WaitingStory | None = None
     program: str | None = None
+    slow: tuple[str, ...] = ()
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -118,6 +121,9 @@ def take_status(facts: RunFacts) -> Status:
         jobs=jobs_of(state, history),
         waiting=now.waiting,
         program=history.program,
+        slow=()
+        if launch is None or now.status is not RunStatus.RUNNING
+        else tuple(slow_now(launch.slow, launch.trends)),
     )
 
 

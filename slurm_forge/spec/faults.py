@@ -46,7 +46,10 @@ class FaultKind(str, Enum):
 
 
 class Target(str, Enum):
-    """What ``corrupt`` writes its value into: one element of it; of the loss all there is."""
+    """What ``corrupt`` writes its value into: one element of it; of the loss all there is.
+
+    ``node`` is for ``slow``: it is the node that is slow, not what the rank has to do.
+    """
 
     LOSS = "loss"
     GRAD = "grad"
@@ -54,6 +57,7 @@ class Target(str, Enum):
     ADAM_M = "adam_m"
     ADAM_V = "adam_v"
     BUFFER = "buffer"
+    NODE = "node"
 
 
 _SPIKE = 1e4
@@ -77,7 +81,7 @@ _WHOLE_KEYS = ("step", "until", "rank", "attempt", "above")
 _KEYS = (*_WHOLE_KEYS, "samples", "factor", "seconds")
 _STATE = (Target.WEIGHT, Target.ADAM_M, Target.ADAM_V, Target.BUFFER)
 _OPTIONS = {
-    "factor": (FaultKind.SPIKE,),
+    "factor": (FaultKind.SPIKE, FaultKind.SLOW),
     "seconds": (FaultKind.SLOW, FaultKind.HANG, FaultKind.GIL),
 }
 
@@ -121,6 +125,11 @@ class Fault:
     def deterministic(self) -> bool:
         """Whether it strikes whenever its step, or its samples, come by; else once per run."""
         return self.always or self.samples is not None
+
+    @property
+    def drags(self) -> bool:
+        """Whether it makes a rank slower by a factor, which changes nothing that stays."""
+        return self.kind is FaultKind.SLOW and self.factor is not None
 
     @property
     def of_state(self) -> bool:
@@ -273,9 +282,12 @@ def _check(fault: Fault) -> None:
     if corrupts and (fault.target is None or fault.value is None):
         raise ValueError(
             "say what is changed into what, such as corrupt@40:weight:nan "
-            f"({', '.join(target.value for target in Target)})"
+            f"({', '.join(target.value for target in Target if target is not Target.NODE)})"
         )
-    if not corrupts and (fault.target is not None or fault.value is not None):
+    if fault.target is Target.NODE:
+        if not fault.drags:
+            raise ValueError("node is for slow, such as slow@5x400:rank1:factor=2:node")
+    elif not corrupts and (fault.target is not None or fault.value is not None):
         said = fault.value if fault.target is None else fault.target.value
         raise ValueError(f"{said} is for corrupt, such as corrupt@40:weight:nan")
     if fault.of_state and chosen_by_batch:
@@ -286,5 +298,7 @@ def _check(fault: Fault) -> None:
             continue
         if fault.kind not in kinds:
             raise ValueError(f"{key} is for {' and '.join(kind.value for kind in kinds)}")
+        if fault.drags and (not number >= 1 or fault.seconds is not None or chosen_by_batch):
+            raise ValueError("slow by a factor says one of 1 or more and a step, and no seconds")
         if not abs(number) < float("inf") or (key == "seconds" and not 0 <= number < 1e7):
             raise ValueError(f"{key}={number} can't be done")

@@ -129,6 +129,10 @@ class CheckpointSpec(Section):
         return self.every_minutes == AUTO
 
 
+#: Steps of so many seconds are one figure of a rank's pace.
+_PACE_EVERY = timedelta(seconds=15)
+
+
 class BandwidthSpec(Section):
     """Now and then a probe that is large enough to measure the bandwidth of an all-reduce."""
 
@@ -153,6 +157,7 @@ class ProbeSpec(Section):
     known_as: ClassVar[Mapping[str, str]] = {
         "interval": "every", "timeout": "deadline", "on": "enabled", "off": "enabled",
         "heartbeat": "silence", "heartbeat_timeout": "silence", "large": "bandwidth",
+        "slow": "straggler", "stragglers": "straggler", "slower": "straggler",
     }  # fmt: skip
 
     enabled: bool = Field(default=True, strict=True, description="false switches the probe off.")
@@ -171,6 +176,12 @@ class ProbeSpec(Section):
     bandwidth: BandwidthSpec = Field(
         default_factory=BandwidthSpec, description="The probes that measure bandwidth."
     )
+    straggler: Factor | None = Field(
+        default=1.25,
+        gt=1,
+        description="A node whose own part of the steps takes this many times as long as that of "
+        "the others counts as slow, and so does the run against its own past; null: nobody looks.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -187,6 +198,11 @@ class ProbeSpec(Section):
                 "second, and ranks of a suspended job fall silent one after the other"
             )
         return self
+
+    @property
+    def pace_every(self) -> timedelta:
+        """How often ranks tell their pace: several times between two probes."""
+        return min(_PACE_EVERY, self.every / 4)
 
 
 def _check_name(text: str) -> str:

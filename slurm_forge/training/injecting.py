@@ -88,6 +88,8 @@ class Injecting:
         self._handles: list[RemovableHandle] = []
         self._fresh = False
         self._replaying = self._probe_spoilt = False
+        #: The fault that makes this rank slower in this step.
+        self._dragging: Fault | None = None
         for fault in everything if rank == 0 else ():
             if fault.rank is not None and fault.rank >= world_size:
                 self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
@@ -117,7 +119,14 @@ class Injecting:
         self._registry = registry
         self._new_visit()
         self._fresh = True
+        before, self._dragging = self._dragging, None
         for fault in self._faults:
+            if fault.drags:
+                if fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                    self._dragging = fault
+                    if before is not fault:
+                        self._say(f"{fault} strikes on purpose from step {step} on")
+                continue
             if fault.of_batch or not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
                 continue
             if fault.target is None:
@@ -159,6 +168,21 @@ class Injecting:
             if self._strikes(fault, step):
                 loss = self._spoil(fault, loss, step)
         return loss
+
+    @property
+    def drags(self) -> bool:
+        """Whether this rank is to be slower than it is, in this step."""
+        return self._dragging is not None
+
+    def drag(self, seconds: float) -> None:
+        """What took so long takes a factor longer."""
+        if self._dragging is not None and self._dragging.factor is not None:
+            self._sleep((self._dragging.factor - 1) * seconds)
+
+    def drag_trial(self, seconds: float) -> None:
+        """The same for the trial, where it is the node that is slow."""
+        if self._dragging is not None and self._dragging.target is Target.NODE:
+            self.drag(seconds)
 
     def _strikes(self, fault: Fault, step: int) -> bool:
         """Whether it happens now, and has not happened before."""

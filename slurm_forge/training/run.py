@@ -80,6 +80,7 @@ class Run:
         self._comparing, self._saver, self._saves = parts.comparing, parts.saver, parts.saves
         self._first_steps, self._stepping = parts.first_steps, parts.stepping
         self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
+        self._pacing = parts.pacing
         self._in_force, self._recovering = parts.in_force, parts.recovering
         self._skips, self._watch, self._injecting = parts.skips, parts.watch, parts.injecting
         self._pressure = Pressure()
@@ -327,6 +328,8 @@ class Run:
             case RequestKind.SAVE:
                 self._saves.save(request.reason)
             case RequestKind.PROBE if self._probe is not None:
+                if self._pacing is not None:
+                    self._pacing.try_out()
                 self._probe.issue(request.id, large=request.reason == BANDWIDTH)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:

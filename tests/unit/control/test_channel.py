@@ -517,6 +517,24 @@ def test_a_hub_that_does_not_know_how_many_come() -> None:
         second.close()
 
 
+def test_a_rank_says_how_its_connections_are_where_no_witness_does() -> None:
+    with hub_of(2) as hub:
+        members = [join(hub, rank) for rank in range(2)]
+        hub.ask_rank(1, p.LookAtLinks(id=3))
+        said = event(hub, Said)
+        assert isinstance(said, Said)
+        assert said.rank == 1
+        assert isinstance(said.message, p.Links)
+        assert (said.message.id, said.message.how, said.message.peers) == (
+            3,
+            "rank",
+            ("127.0.0.1",),
+        )
+        assert [rank for rank, _ in hub.connections()] == [0, 1]
+        for member in members:
+            member.close()
+
+
 def test_a_request_that_finds_no_target_in_time_is_given_up_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

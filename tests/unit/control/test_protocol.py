@@ -33,6 +33,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str | None: st.none() | TEXT,
     tuple[int, ...]: st.lists(NUMBERS, max_size=5).map(tuple),
     Position: st.builds(Position, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    tuple[int, ...]: st.lists(NUMBERS, max_size=5).map(tuple),
+    tuple[str, ...]: st.lists(TEXT, max_size=5).map(tuple),
     p.RequestKind: st.sampled_from(list(p.RequestKind)),
 }
 

@@ -122,6 +122,9 @@ IN_A_JOB = [
     ("watchdog: {at_least: 20m}", 3, "watchdog: at_least (20m) is longer than at_most (10m): raise at_most too"),
     ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are no values here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
+    ("probe: {straggler: 0.9}", 3, "probe.straggler: expected more than 1, got 0.9"),
+    ("probe: {stragglers: 2}", 3, 'probe.stragglers: unknown key (did you mean "straggler"?)'),
+    ("recovery: {straggler: [{do: rollback, times: 1}]}", 3, 'recovery.straggler[0].do: "rollback" does nothing about straggler (try: warn, relaunch, requeue, hold)'),
     ("probe: {enabled: 1}", 3, "probe.enabled: expected true or false, got 1"),
 ]  # fmt: skip
 

@@ -259,6 +259,23 @@ def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: 
         rank.step(3)
 
 
+def test_what_a_slow_fault_may_say(tmp_path: Path) -> None:
+    (node, work) = parse_faults("slow@5x400:rank1:factor=2:node,slow@9:factor=1.5")
+    assert (node.drags, str(node)) == (True, "slow@5x400:rank1:node:factor=2")
+    assert parse_faults(str(node)) == (node,)
+    assert work.target is None
+    for wrong, why in (
+        ("slow@5:node", "node is for slow, such as slow@5x400:rank1:factor=2:node"),
+        ("hang@5:node", "node is for slow"),
+        ("corrupt@5:node:nan", "node is for slow"),
+        ("slow@5:factor=0.5", "1 or more"),
+        ("slow@5:factor=2:seconds=3", "no seconds"),
+        ("slow:samples=3-7:factor=2", "and a step"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            parse_faults(wrong)
+
+
 def test_data_and_collective_say_what_they_need(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="num_workers=1"):
         Rank(tmp_path, "data@1").step(1)
