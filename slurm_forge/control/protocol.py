@@ -26,6 +26,7 @@ from slurm_forge.control.hub_words import (
 from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
 from slurm_forge.control.pace_words import Paced
+from slurm_forge.control.preflight_words import PreflightReport, PreflightTried
 from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.control.rank_words import (
     At,
@@ -73,6 +74,8 @@ __all__ = [
     "Notice",
     "Paced",
     "PortsSeen",
+    "PreflightReport",
+    "PreflightTried",
     "ProbeArrived",
     "ProbeBroke",
     "ProbeDone",
@@ -126,6 +129,8 @@ _KINDS: tuple[type[Message], ...] = (
     ProbeBroke,
     ProbeDone,
     Paced,
+    PreflightReport,
+    PreflightTried,
     Attend,
     Pulse,
     Lasted,

@@ -47,6 +47,7 @@ __all__ = [
     "Note",
     "NoticeSeen",
     "PaceSampled",
+    "PreflightMeasured",
     "ProbeMeasured",
     "ProbeOff",
     "Progress",
@@ -95,11 +96,15 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStarted:
-    """All ranks of a launch were started; ``start`` is a word of ``Start``."""
+    """All ranks of a launch were started; ``start`` is a word of ``Start``.
+
+    ``variables`` are what the recovery plan adds to their environment, as ``NAME=value``.
+    """
 
     world_size: int
     nodes: tuple[str, ...] = ()
     start: str = "cold"
+    variables: tuple[str, ...] = ()
     kind: Literal["launch_started"] = "launch_started"
 
 
@@ -377,6 +382,25 @@ class ProbeOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightMeasured:
+    """Nodes were looked at before a launch: which are refused (``bad``), and what else was seen.
+
+    ``seconds`` is from the first rank's word to the verdict.  Collectives were tried in so many
+    ``rounds`` of together ``groups``; ``bytes_per_s`` is the bus bandwidth of all of them together.
+    """
+
+    ok: bool
+    hosts: int
+    seconds: float
+    bad: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+    rounds: int = 0
+    groups: int = 0
+    bytes_per_s: float | None = None
+    kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnded:
     """All ranks of a launch are gone."""
 
@@ -443,6 +467,7 @@ Event = Annotated[
     | StretchesLearned
     | IncidentSeen
     | DecisionTaken
+    | PreflightMeasured
     | ProbeMeasured
     | ProbeOff
     | PaceSampled

@@ -24,6 +24,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
 from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.launch.pace import SavePace
+from slurm_forge.launch.preflight import PreflightJudge
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.questions import Questions
 from slurm_forge.launch.seen import Launched, Seen
@@ -61,6 +62,7 @@ class Conductor:
         launched: Launched | None,
         stays: bool = False,
         only_warns: Callable[[LaunchFacts], bool] = lambda _: False,
+        expected_bandwidth: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
@@ -95,6 +97,7 @@ class Conductor:
         )
         self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         sight = Sight(hub, clock)
+        self._preflight = PreflightJudge(hub, timing.preflight, clock, expected=expected_bandwidth)
         self._watchdog = Watchdog(
             hub,
             timing.hang,
@@ -238,6 +241,8 @@ class Conductor:
                 self._judge.hear(rank, message)
             case p.Paced():
                 self._trends.hear(rank, message)
+            case p.PreflightReport() | p.PreflightTried():
+                self._preflight.hear(rank, message)
             case p.Lasted() | p.Stacks():
                 self._watchdog.hear(rank, message)
                 self._judge.hear(rank, message)
@@ -307,6 +312,7 @@ class Conductor:
         if self._may_save() and self._pace.due(now):
             self._ask_save("every_minutes")
         self._look_at_trends(now)
+        self._look_at_nodes(now)
         self._watch_for_stalls(now)
         self._probe(now)
         self._ending.look(now)
@@ -336,6 +342,17 @@ class Conductor:
             self._seen.straggler = None
         else:  # nothing is wrong with the ranks: they save first
             self._ask_stop(f"{slow.host} is slow")
+
+    def _look_at_nodes(self, now: float) -> None:
+        """Before training begins: what ranks found, and which of them try a collective next."""
+        if self._seen.ending_since is not None:
+            return
+        measured = self._preflight.look(now)
+        if measured is not None:
+            self._note(measured)
+        if self._preflight.refused is not None:
+            self._seen.refused = self._preflight.refused
+            self._end()
 
     def _watch_for_stalls(self, now: float) -> None:
         """Not once the launch is ending: a stop that does not come has its own deadline."""

@@ -15,6 +15,7 @@ from slurm_forge.recovery.launch_facts import (
     RankFailure,
     WorkerEnd,
 )
+from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.recovery.straggling import Straggler
@@ -72,6 +73,8 @@ class Seen:
     deadline_passed: bool = False
     ending_since: float | None = None
     aborted: bool = False
+    #: What the look at the nodes before training came to, where the launch is ended for it.
+    refused: Refusal | None = None
     #: The watchdog's verdict.
     stalled: Stall | None = None
     #: The slow node that the launch is stopped for.
@@ -155,6 +158,7 @@ class Seen:
             lost=tuple(self.lost),
             absent=self.absent,
             mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
+            refused=self.refused,
             stalled=self.stalled,
             probe=probe,
             straggler=self.straggler,

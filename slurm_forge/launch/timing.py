@@ -47,6 +47,8 @@ class Timing:
     baselines: tuple[Baseline, ...] = ()
     #: Whether more is done about a slow node than to tell of it.
     acts_on_stragglers: bool = False
+    #: How long a node may take to be looked at before training begins.
+    preflight: timedelta = timedelta(minutes=1)
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -115,6 +117,7 @@ def timing(
         acts_on_stragglers=any(
             rung.do is not Action.WARN for rung in job.recovery.ladder(Cause.STRAGGLER)
         ),
+        preflight=job.preflight.within,
     )
 
 

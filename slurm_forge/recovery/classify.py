@@ -52,9 +52,12 @@ def _where(
 ) -> tuple[int | None, tuple[str, ...]]:
     """The rank and the hosts that the incident started on, where that is known."""
     nodes = failed_nodes(facts)
-    if cause is Cause.NODE_FAIL and nodes:
+    if cause is Cause.NODE_FAIL and nodes and facts.refused is None:
         on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
         return (on_it[0] if on_it else None), nodes
+    refused = facts.refused
+    if refused is not None and cause is refused.cause:
+        return refused.rank, refused.hosts
     stall = facts.stalled
     if stall is not None and cause is stall.cause:
         return (stall.late_ranks[0] if stall.late_ranks else None), _each_once(stall.late_hosts)
@@ -146,6 +149,8 @@ def _judge(facts: LaunchFacts) -> Judged:
         without = node_lost(facts)
         if without is not None:
             return without
+    if facts.refused is not None:
+        return facts.refused.cause, facts.refused.confidence, facts.refused.evidence
     if facts.stalled is not None:  # what ranks say once they are ended follows from it
         return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if facts.probe is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
@@ -99,6 +100,8 @@ class LaunchFacts:
     probe: Found | None = None
     #: The slow node that the launch was stopped for.
     straggler: Straggler | None = None
+    #: What was found before training began, and the launch is ended for.
+    refused: Refusal | None = None
     exit_status: int | None = None
     #: In the order in which agents said it, where ranks have agents.
     ends: tuple[WorkerEnd, ...] = ()

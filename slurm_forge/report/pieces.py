@@ -76,6 +76,7 @@ class PlanInForce:
     rolled_back_to: int | None
     time_factor: float = 1.0
     nodes: int | None = None
+    variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

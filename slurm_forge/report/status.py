@@ -169,8 +169,9 @@ def _plan(history: History, state: RunState, step: int) -> PlanInForce | None:
         plan.worker_factor,
         plan.time_factor,
         plan.nodes,
+        plan.variables,
     )
-    if not unstable and beside == (None, 1.0, (), 1.0, 1.0, None):
+    if not unstable and beside == (None, 1.0, (), 1.0, 1.0, None, ()):
         return None
     back_to = None
     if unstable and rollback is not None and rollback.decision is not None:

@@ -21,6 +21,7 @@ from pydantic import (
 from slurm_forge.documents import wrong_key
 from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
+from slurm_forge.spec.preflight import PreflightSpec
 from slurm_forge.spec.program import ProgramSpec
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
@@ -335,6 +336,10 @@ class JobSpec(Section):
     probe: ProbeSpec = Field(
         default_factory=ProbeSpec,
         description="Whether and how often all ranks are asked to answer.",
+    )
+    preflight: PreflightSpec = Field(
+        default_factory=PreflightSpec,
+        description="Whether nodes are looked at before each launch.",
     )
     watchdog: WatchdogSpec = Field(
         default_factory=WatchdogSpec,

@@ -53,8 +53,12 @@ def join(
     wait: timedelta,
     collective_timeout: timedelta,
     probe_timeout: timedelta | None = None,
+    own_address: str | None = None,
 ) -> Groups:
-    """Initialise torch.distributed and the groups beside it; collective over all ranks."""
+    """Initialise torch.distributed and the groups beside it; collective over all ranks.
+
+    ``own_address`` is this node's on the network that the site prefers.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
@@ -64,7 +68,7 @@ def join(
     if dist.is_initialized():
         _refuse_another(rank, world_size)
     else:
-        store = PrefixStore(nonce, _store(member, rank, world_size, wait))
+        store = PrefixStore(nonce, _store(member, rank, world_size, wait, own_address))
         dist.init_process_group(
             backend,
             store=store,
@@ -115,7 +119,9 @@ def _refuse_another(rank: int, world_size: int) -> None:
         )
 
 
-def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store:
+def _store(
+    member: Member, rank: int, world_size: int, wait: timedelta, own_address: str | None
+) -> Store:
     if rank == 0:
         store = TCPStore(
             "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
@@ -125,7 +131,8 @@ def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store
             timeout=wait,
             wait_for_workers=False,
         )
-        member.send(Publish(key=_STORE_KEY, value=format_addresses(candidates(), store.port)))
+        hosts = candidates(own_address)
+        member.send(Publish(key=_STORE_KEY, value=format_addresses(hosts, store.port)))
         return store
     hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
     error: Exception | None = None

@@ -71,6 +71,7 @@ def new_run(folder: Path, name: str = "run", **spec: Any) -> RunDirectory:
             "entry": f"{__name__}:train",
             "probe": {"enabled": False},
             "watchdog": {"enabled": False},
+            "preflight": {"enabled": False},
             **spec,
         }
     )
