@@ -373,15 +373,6 @@ class ProbeMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeOff:
-    """The probe broke by itself, training went on: none any more in this launch."""
-
-    step: int
-    why: str
-    kind: Literal["probe_off"] = "probe_off"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightMeasured:
     """Nodes were looked at before a launch: which are refused (``bad``), and what else was seen.
 
@@ -398,6 +389,15 @@ class PreflightMeasured:
     groups: int = 0
     bytes_per_s: float | None = None
     kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOff:
+    """The probe broke by itself, training went on: none any more in this launch."""
+
+    step: int
+    why: str
+    kind: Literal["probe_off"] = "probe_off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

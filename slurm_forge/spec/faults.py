@@ -41,12 +41,12 @@ class FaultKind(str, Enum):
     COLLECTIVE = "collective"
     DATA = "data"
     SLOW = "slow"
-    #: What this rank contributes to the next probe arrives changed.
-    WRONG = "wrong"
     #: Before a launch: a node computes wrong, takes part in no collective, or spoils its sums.
     BAD_NODE = "bad_node"
     BAD_LINK = "bad_link"
     BAD_SUM = "bad_sum"
+    #: What this rank contributes to the next probe arrives changed.
+    WRONG = "wrong"
 
 
 class Target(str, Enum):

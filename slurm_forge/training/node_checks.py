@@ -20,6 +20,8 @@ from slurm_forge.control.preflight_words import Check, Thoroughness, Verdict
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import make_private_directory
 from slurm_forge.lock import exclusive
+from slurm_forge.site.model import EnvironmentSets
+from slurm_forge.site.variables import DifferenceKind, differences
 from slurm_forge.training.gpu_facts import GpuFacts, parse_gpus, parse_processes, read_gpus
 
 __all__ = ["Wanted", "look", "meminfo"]
@@ -43,9 +45,9 @@ class Wanted:
 
     ``gpus`` is how many this process was promised (0: none, None: nobody says).  ``memory`` is
     what the job asks of the node, in bytes.  ``folder`` is on the storage that is tried, None for
-    ranks that leave it to another one of their node.  ``variables`` are to be set so,
-    ``unwanted`` not at all.  ``broken`` is what is wrong on purpose, for rehearsals.
-    ``busy``: somebody trains there, and is not to be disturbed.
+    ranks that leave it to another one of their node.  ``sets`` are the site's variables,
+    those for after a hang too where ``on_hang``.  ``broken`` is what is wrong on purpose, for
+    rehearsals.  ``busy``: somebody trains there, and is not to be disturbed.
     """
 
     thoroughness: Thoroughness
@@ -54,8 +56,8 @@ class Wanted:
     local_rank: int = 0
     memory: int | None = None
     folder: Path | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    unwanted: tuple[str, ...] = ()
+    sets: EnvironmentSets = field(default_factory=EnvironmentSets)
+    on_hang: bool = False
     broken: str = ""
     busy: bool = False
 
@@ -304,10 +306,7 @@ def _name_resolves() -> Check:
 
 
 def _environment(wanted: Wanted, environ: Mapping[str, str]) -> Check:
-    told = [
-        f"{name} is {environ.get(name, 'not set')}, the site says {value}"
-        for name, value in wanted.variables.items()
-        if environ.get(name) != value
-    ]
-    told += [f"{name} is set, the site says never" for name in wanted.unwanted if name in environ]
+    """What got lost on the way here, and what must not be; a person's own value is theirs."""
+    found = differences(wanted.sets, environ, on_hang=wanted.on_hang)
+    told = [str(each) for each in found if each.kind is not DifferenceKind.OTHER]
     return _odd("; ".join(told[:6])) if told else _fine()

@@ -154,6 +154,7 @@ def wanted_of_run(
     attempt: int,
     launch: int,
     thoroughness: Thoroughness,
+    on_hang: bool,
 ) -> Wanted:
     """What the node of a rank of this run is to be looked at for."""
     asked = file.job.resources
@@ -162,15 +163,14 @@ def wanted_of_run(
         gpus = asked.gpus_per_task.count
     elif asked.gpus_per_node is not None:
         gpus = min(1, asked.gpus_per_node.count)  # of those of the node a rank may see its own
-    # What the user says otherwise than the site is the user's to say.
-    variables = {name: value for name, value in file.env.items() if name not in file.job.env}
     return Wanted(
         thoroughness=thoroughness,
         gpus=gpus,
         local_rank=place.local_rank,
         memory=asked.mem or None,
         folder=_folder(directory, attempt) if place.local_rank == 0 else None,
-        variables=variables,
+        sets=file.sets,
+        on_hang=on_hang,
         broken=_broken(directory, file, place, attempt, launch)
         if thoroughness is Thoroughness.FULL
         else "",

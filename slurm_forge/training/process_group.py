@@ -52,8 +52,8 @@ def join(
     device: torch.device,
     wait: timedelta,
     collective_timeout: timedelta,
-    probe_timeout: timedelta | None = None,
     own_address: str | None = None,
+    probe_timeout: timedelta | None = None,
 ) -> Groups:
     """Initialise torch.distributed and the groups beside it; collective over all ranks.
 

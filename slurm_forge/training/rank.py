@@ -205,6 +205,7 @@ class Rank:
             attempt=brief.attempt,
             launch=brief.launch,
             thoroughness=brief.preflight,
+            on_hang=bool(brief.plan.variables),
         )
         # Before this process touches a GPU: what it forks could use none any more.
         Preflight(
@@ -212,7 +213,7 @@ class Rank:
             place,
             wanted,
             nonce=self._nonce,
-            environ=self._variables,
+            environ=process_environ(),
             within=spec.preflight.within,
         ).run()
         device = choose_device(place.local_rank)
@@ -228,8 +229,8 @@ class Rank:
             device=device,
             wait=_MEET_WITHIN,
             collective_timeout=_COLLECTIVE_TIMEOUT,
-            probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
             own_address=preferred_address(self._file.socket_interface, self._file.host_suffix),
+            probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
         )
         met = time.time()
         journal = None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slurm_forge.control.preflight_words import Check, Thoroughness, Verdict
+from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.training import node_checks, preflight_child
 from slurm_forge.training.gpu_facts import GpuFacts, GpuProcess, parse_gpus, parse_processes
 from slurm_forge.training.node_checks import Wanted, look, meminfo
@@ -69,12 +70,20 @@ def test_gpus_that_were_asked_for_and_are_not_there_are_bad() -> None:
 
 
 def test_variables_are_compared_with_the_site() -> None:
-    asked = wanted(variables={"NCCL_A": "1", "NCCL_B": "2"}, unwanted=("NCCL_C",))
-    checks = found(look(asked, {"NCCL_A": "1", "NCCL_C": "x"}, may_use_gpu=False))
+    sets = EnvironmentSets(
+        always={"NCCL_A": "1", "NCCL_B": "2"},
+        on_hang={"NCCL_DEBUG": "INFO"},
+        never={"NCCL_C": "the fabric has none"},
+    )
+    there = {"NCCL_A": "a person's own", "NCCL_C": "x"}
+    checks = found(look(wanted(sets=sets), there, may_use_gpu=False))
     assert checks["environment"].verdict is Verdict.ODD
     assert checks["environment"].text == (
-        "NCCL_B is not set, the site says 2; NCCL_C is set, the site says never"
+        "NCCL_C=x is set, and must not be here: the fabric has none; "
+        "NCCL_B is not set; the site sets NCCL_B=2"
     )
+    checks = found(look(wanted(sets=sets, on_hang=True), there, may_use_gpu=False))
+    assert "NCCL_DEBUG is not set" in checks["environment"].text
 
 
 def test_too_little_memory_is_told() -> None:
