@@ -10,7 +10,7 @@ as fast as everybody's: nobody is told of it.  A rank whose own part has *become
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -113,8 +113,10 @@ class Over:
 class _Row:
     """A host that was slow in all of the last windows."""
 
-    ranks: frozenset[int]
     since_step: int
+    #: In how many of them each rank was, and who was in the last one.
+    ranks: Counter[int] = field(default_factory=Counter)
+    last: frozenset[int] = frozenset()
     windows: int = 0
     steps: int = 0
     trials: int = 0
@@ -122,6 +124,12 @@ class _Row:
     lost: list[float] = field(default_factory=list)
     queued: list[float] = field(default_factory=list)
     throttled: int = -1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that were in nearly all of them: windows of two ranks do not begin together."""
+        least = self.windows - max(1, self.windows // 4)
+        return tuple(sorted(rank for rank, count in self.ranks.items() if count >= least))
 
 
 @dataclass(slots=True)
@@ -238,10 +246,10 @@ class Straggling:
     ) -> list[Straggler | Over]:
         ranks = frozenset(each.rank for each in slow)
         row = self._rows.get(host)
-        if row is None or not row.ranks & ranks:
-            row = self._rows[host] = _Row(ranks, since_step=min(r.step - r.count for r in slow))
-        row.ranks &= ranks
-        members = [each for each in slow if each.rank in row.ranks]
+        if row is None or not row.last & ranks:
+            row = self._rows[host] = _Row(since_step=min(r.step - r.count for r in slow))
+        row.ranks.update(ranks)
+        row.last, members = ranks, slow
         row.windows += 1
         row.steps += min(each.count for each in members)
         row.trials += any(each.trial_s > 0 for each in members)
@@ -266,6 +274,8 @@ class Straggling:
         self, host: str, row: _Row, hosts: Mapping[str, list[Reading]], *, told: bool
     ) -> Straggler | None:
         """Who is slow for good: why, or None while that can't be told or is the program's way."""
+        if not row.members:
+            return None
         factor = median(row.factors) if row.factors else 0.0
         if told and factor < self._factor:
             return None
@@ -282,7 +292,7 @@ class Straggling:
             return None
         return Straggler(
             host=host,
-            ranks=tuple(sorted(row.ranks)),
+            ranks=row.members,
             factor=round(factor, 3),
             trial=round(trial, 3),
             why=why,
@@ -297,7 +307,7 @@ class Straggling:
 
     def _is_new(self, row: _Row, factor: float) -> bool:
         """Whether it has not always been so: then it is not how the program shares the work."""
-        usual = [self._usual.get(rank, []) for rank in row.ranks]
+        usual = [self._usual.get(rank, []) for rank in row.members]
         if any(len(each) < _USUAL for each in usual):
             return False
         return factor >= self._factor * median(median(each) for each in usual)
@@ -305,7 +315,7 @@ class Straggling:
     def _trial_factor(self, row: _Row, hosts: Mapping[str, list[Reading]]) -> float:
         rest = _others(hosts, {rank: self.trial(rank) for rank in self._trials})
         found = []
-        for rank in row.ranks:
+        for rank in row.members:
             if rank not in rest or rest[rank].middle <= 0:
                 continue
             # The best of its newest ones: a neighbour that gets in the way once is no evidence.

@@ -143,6 +143,32 @@ def test_two_ranks_of_a_host_are_one_straggler() -> None:
     assert (slow.host, slow.ranks) == ("n02", (4, 5))
 
 
+def test_windows_of_two_ranks_need_not_begin_together() -> None:
+    straggling = Straggling(1.25)
+    found: list[Straggler | Over] = []
+    for window in range(30):
+        readings = []
+        for rank in range(4):
+            # Rank 3 has said what it was before a moment later than rank 2.
+            slow = (rank == 2 and window >= 10) or (rank == 3 and window >= 11)
+            factor = 3.0 if slow else 1.0
+            readings.append(
+                Reading(
+                    rank=rank,
+                    host=f"n{min(rank, 2)}",
+                    step=(window + 1) * 20,
+                    count=20,
+                    own_s=0.01 * factor,
+                    spread_s=0.0001,
+                    trial_s=2e-4 * factor,
+                )
+            )
+        found += straggling.window(readings)
+    (named_,) = found
+    assert isinstance(named_, Straggler)
+    assert (named_.host, named_.ranks) == ("n2", (2, 3))
+
+
 def test_of_two_ranks_the_slower_one() -> None:
     ((_, slow),) = named(Job(3, ranks=2, per_host=1, slow=frozenset({0}), by=1.6))
     assert slow.host == "n00"
