@@ -55,7 +55,10 @@ class _Agent(Peer):
 
 
 class AgentsHub(Listener[_Agent]):
-    """Listens for the agents of one step.  ``on_notice`` is called on its thread."""
+    """Listens for the agents of one step.  ``on_notice`` is called on its thread.
+
+    ``interface_address`` is the name or address of this node that is tried first.
+    """
 
     def __init__(
         self,
@@ -63,10 +66,16 @@ class AgentsHub(Listener[_Agent]):
         world_size: int,
         nonce: str,
         on_notice: Callable[[int, str], None],
+        interface_address: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
-            world_size=world_size, nonce=nonce, name="forge-agents", tick_s=_TICK_S, clock=clock
+            world_size=world_size,
+            nonce=nonce,
+            name="forge-agents",
+            tick_s=_TICK_S,
+            interface_address=interface_address,
+            clock=clock,
         )
         self._on_notice = on_notice
         self._agents: dict[int, _Agent] = {}  # by rank, those that are gone too

@@ -220,7 +220,7 @@ def advance(state: RunState, record: Record) -> RunState:
             return _branched(_in_launch(state, record), record)
         case ev.Advanced():
             # Whoever writes it has compared: every budget that was charged before is free again.
-            return replace(_in_launch(state, record), spent=())
+            return _calmed(replace(_in_launch(state, record), spent=()))
         case _:
             return state
 
@@ -360,7 +360,16 @@ def _committed(state: RunState, step: int, *, healthy: bool) -> RunState:
     """
     committed = max(step, state.committed_step or 0)
     state = _reach(replace(state, committed_step=committed), step)
+    if healthy and step > state.plan.variables_past:
+        state = _calmed(state)
     return _freed(state, step, _STABLE) if healthy else state
+
+
+def _calmed(state: RunState) -> RunState:
+    """Past the trouble: the next launch is without the variables that were added for it."""
+    if not state.plan.variables:
+        return state
+    return replace(state, plan=replace(state.plan, variables=(), variables_past=0))
 
 
 _STABLE = frozenset(Cause) - INSTABILITY

@@ -25,6 +25,9 @@ class Timing:
     save_every: timedelta | None
     probe_every: timedelta | None
     probe_deadline: timedelta
+    #: How long a rank may say nothing, and between two probes that measure bandwidth, too.
+    probe_silence: timedelta = timedelta(seconds=5)
+    bandwidth_every: timedelta | None = None
     #: The mean time between interruptions, where the interval is ours to choose: then every commit
     #: says anew how often to save.
     between: timedelta | None = None
@@ -44,6 +47,8 @@ class Timing:
     baselines: tuple[Baseline, ...] = ()
     #: Whether more is done about a slow node than to tell of it.
     acts_on_stragglers: bool = False
+    #: How long a node may take to be looked at before training begins.
+    preflight: timedelta = timedelta(minutes=1)
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -100,6 +105,8 @@ def timing(
         between=seen_between(state, now=now) if automatic else None,
         probe_every=job.probe.every if job.probe.enabled else None,
         probe_deadline=job.probe.deadline,
+        probe_silence=job.probe.silence,
+        bandwidth_every=job.probe.bandwidth.every if job.probe.bandwidth.enabled else None,
         planned_end=end,
         kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
         hang=_hang_rules(job),
@@ -110,6 +117,7 @@ def timing(
         acts_on_stragglers=any(
             rung.do is not Action.WARN for rung in job.recovery.ladder(Cause.STRAGGLER)
         ),
+        preflight=job.preflight.within,
     )
 
 

@@ -18,8 +18,9 @@ _WEIGHTS: dict[Cause, dict[Confidence, float]] = {
     Cause.GPU_ERROR: {Confidence.CERTAIN: 1.9, Confidence.LIKELY: 1.5, Confidence.GUESS: 0.5},
     Cause.NODE_FAIL: {Confidence.CERTAIN: 1.9, Confidence.LIKELY: 1.5, Confidence.GUESS: 0.5},
     Cause.HANG: {Confidence.CERTAIN: 0.75, Confidence.LIKELY: 0.75, Confidence.GUESS: 0.35},
-    # Told by the first rank that noticed, which is seldom the one to blame.
-    Cause.NCCL_ERROR: {Confidence.CERTAIN: 0.4, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
+    # Told by the first rank that noticed, which is seldom the one to blame; certain is that what a
+    # rank sent arrived changed at all others: its node computes or sends what it should not.
+    Cause.NCCL_ERROR: {Confidence.CERTAIN: 1.5, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
     # A fifth of the nodes of a cluster is slower than the rest at some time; it takes four.
     Cause.STRAGGLER: {Confidence.LIKELY: 0.3},
     Cause.CRASH: {Confidence.CERTAIN: 0.4, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},

@@ -131,7 +131,12 @@ class AttemptTeller:
         if self._full and launch.probes:
             slowest = launch.slowest_probe_s
             took = "" if slowest is None else f", the slowest in {t.span(slowest)}"
-            yield f"  {t.plural(launch.probes, 'probe')} fine{took}"
+            speed = launch.bandwidth
+            fast = "" if speed is None else f", {speed / 1e9:.2g} GB/s over all ranks"
+            yield f"  {t.plural(launch.probes, 'probe')} fine{took}{fast}"
+        if launch.probe_off:
+            why = t.clean(launch.probe_off, self._limit)
+            yield f"  the probe broke and training went on without it: {why}"
         yield from self._end(launch, over=over)
 
     def _resumes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
@@ -261,7 +266,8 @@ class AttemptTeller:
             line = f"{self._at(failed.time)}  save at step {t.number(failed.step)} failed: {why}"
             yield failed.time, [line]
         for late in launch.late_probes:
-            yield late.time, [f"{self._at(late.time)}  probe failed, late: {_late(late)}"]
+            what = "values arrived changed" if late.wrong else "late"
+            yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late)}"]
 
     def _paces(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         """Slow nodes, and what became slower for everybody; of many the first ones."""

@@ -84,8 +84,15 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             wait = event.decision.wait_s
             later = f", waits {t.span(wait)} before the next start" if wait >= 1 else ""
             return f"decided: {t.clean(event.decision.reason, 300)}{changes}{later}"
+        case ev.PreflightMeasured() if event.bad or event.told:
+            bad = [f"{t.some_nodes(event.bad)} refused"] if event.bad else []
+            return "before the launch: " + "; ".join([*bad, *(t.clean(e, 160) for e in event.told)])
+        case ev.ProbeMeasured() if event.wrong:
+            return f"probe failed, values arrived changed: {_ranks(event)}"
         case ev.ProbeMeasured() if not event.ok:
             return f"probe failed, late: {_ranks(event)}"
+        case ev.ProbeOff():
+            return f"the probe broke and training goes on without it: {t.clean(event.why, 200)}"
         case ev.StallSeen():
             return f"stands still for {t.span(event.since_s)}, late: {_ranks(event)}"
         case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():

@@ -95,6 +95,8 @@ class LaunchTelling:
     skipped: list[TimedSkip] = field(default_factory=list)
     probes: int = 0
     slowest: float | None = None
+    bandwidth: float | None = None
+    probe_off: str = ""
     late: list[s.LateProbe] = field(default_factory=list)
     advanced: str = ""
     paces: PaceTelling = field(default_factory=PaceTelling)
@@ -140,6 +142,8 @@ class LaunchTelling:
                 self._probed(event, time)
             case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
                 self.paces.hear(event, time)
+            case ev.ProbeOff():
+                self.probe_off = event.why
             case _:
                 pass
 
@@ -182,11 +186,16 @@ class LaunchTelling:
         if not event.ok:
             self.late.append(
                 s.LateProbe(
-                    time=time, step=event.step, ranks=event.late_ranks, hosts=event.late_hosts
+                    time=time,
+                    step=event.step,
+                    ranks=event.late_ranks,
+                    hosts=event.late_hosts,
+                    wrong=event.wrong,
                 )
             )
             return
         self.probes += event.count
+        self.bandwidth = event.bandwidth or self.bandwidth
         if event.latency_s is not None:
             self.slowest = max(event.latency_s, self.slowest or 0.0)
 
@@ -227,6 +236,8 @@ class LaunchTelling:
             probes=self.probes,
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
+            bandwidth=self.bandwidth,
+            probe_off=self.probe_off,
             program=self.advanced if self._is_program() else None,
             slow=self.paces.told_slow(self.step),
             trends=tuple(self.paces.trends),

@@ -202,6 +202,9 @@ class LaunchStory:
     program: str | None = None
     slow: tuple[SlowStory, ...] = ()
     trends: tuple[TrendStory, ...] = ()
+    #: Bytes per second of the last probe that measured it, and why there are none any more.
+    bandwidth: float | None = None
+    probe_off: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

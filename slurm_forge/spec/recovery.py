@@ -34,8 +34,10 @@ __all__ = [
     "Recovery",
     "Rung",
     "SkipSamples",
+    "VariableSet",
     "default_recovery",
     "keys_of",
+    "takes_variables",
     "trusts_process",
 ]
 
@@ -51,6 +53,14 @@ class SkipSamples(str, Enum):
     WINDOW = "window"
 
 
+class VariableSet(str, Enum):
+    """Which of the site's sets of variables the ranks are started with, beside those for always."""
+
+    NONE = "none"
+    #: The site's ``env.on_hang``.
+    ON_HANG = "on_hang"
+
+
 _RUNGS = tuple(action for action in Action if action is not Action.STOP)
 _STATE_KEYS = ("lr_scale", "ramp_steps", "skip_samples", "most_skipped", "reseed")
 
@@ -62,11 +72,11 @@ _KEYS: dict[Action, tuple[str, ...]] = {
     Action.SHRINK_MICRO_BATCH: ("times", "factor", "start"),
     Action.RAISE_MEM: ("times", "factor"),
     Action.RAISE_TIME: ("times", "factor"),
-    Action.FEWER_NODES: ("times", "factor", "exclude_node"),
+    Action.FEWER_NODES: ("times", "factor", "exclude_node", "variables"),
     Action.FEWER_WORKERS: ("times", "factor", "start"),
     Action.HOOK: ("times",),
-    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS, "start"),
-    Action.REQUEUE: ("times", "wait", "exclude_node"),
+    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS, "start", "variables"),
+    Action.REQUEUE: ("times", "wait", "exclude_node", "variables"),
     Action.HOLD: (),
     Action.RAISE: (),
 }
@@ -108,7 +118,7 @@ class Rung(Section):
         "exclude_nodes": "exclude_node", "ramp": "ramp_steps", "skip": "skip_samples",
         "window": "skip_samples", "back": "depth", "further_back": "depth", "seed": "reseed",
         "max_skipped": "most_skipped", "delay": "wait", "backoff": "wait", "back_off": "wait",
-        "pause": "wait", "sleep": "wait",
+        "pause": "wait", "sleep": "wait", "env": "variables", "environment": "variables",
     }  # fmt: skip
 
     do: Annotated[Action, BeforeValidator(_rung_action)] = Field(description="What is done.")
@@ -163,6 +173,13 @@ class Rung(Section):
         description="From what ranks are started in the same job: cold (a new srun and "
         "interpreter), warm (forked by the agents that stand on the nodes), in_process (ranks that "
         "can unwind go on in their process); the next colder one where that can't be.",
+    )
+
+    variables: VariableSet | None = Field(
+        default=None,
+        description="on_hang: the ranks get the site's variables for after a hang (env.on_hang), "
+        "until a checkpoint lies past the trouble; none: they don't. Without it, on_hang for hang "
+        "and nccl_error.",
     )
 
     @model_validator(mode="after")
@@ -230,6 +247,14 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.EXTERNAL_SERVICE: _WATCHED,
     Cause.UNKNOWN: _PROCESS,
 }
+#: Where variables for the network may cure anything, and the conductor decides.
+_TAKE_VARIABLES = frozenset(
+    {
+        Cause.HANG, Cause.NCCL_ERROR, Cause.NODE_FAIL, Cause.GPU_ERROR, Cause.CRASH, Cause.UNKNOWN
+    }
+)  # fmt: skip
+#: And where they are used unless the job file says otherwise.
+_VARIABLES_BY_DEFAULT = frozenset({Cause.HANG, Cause.NCCL_ERROR})
 #: Interruptions that are nobody's fault and may come any number of times.
 _UNLIMITED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
 
@@ -359,6 +384,15 @@ def trusts_process(policy: Recovery, cause: Cause | None = None) -> bool:
     return any(rung.start is Start.IN_PROCESS for each in causes for rung in policy.ladder(each))
 
 
+def takes_variables(cause: Cause, rung: Rung) -> bool:
+    """Whether the launch behind this rung gets the site's variables for after a hang."""
+    if "variables" not in _KEYS[rung.do]:
+        return False
+    if rung.variables is None:
+        return cause in _VARIABLES_BY_DEFAULT
+    return rung.variables is VariableSet.ON_HANG
+
+
 def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
     def wrong(key: str, message: str) -> Exception:
         return wrong_key((cause.value, index, key), message)
@@ -366,6 +400,9 @@ def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
     if rung.do not in _CURES[cause]:
         cures = ", ".join(action.value for action in Action if action in _CURES[cause])
         raise wrong("do", f'"{rung.do.value}" does nothing about {cause.value} (try: {cures})')
+    if rung.variables is VariableSet.ON_HANG and cause not in _TAKE_VARIABLES:
+        known = ", ".join(each.value for each in Cause if each in _TAKE_VARIABLES)
+        raise wrong("variables", f"the site's set for after a hang is for {known}")
     endless = rung.times is None and rung.do not in _FINAL
     if endless and cause not in _UNLIMITED and rung.do is not Action.WARN:
         limitless = ", ".join(each.value for each in Cause if each in _UNLIMITED)

@@ -306,6 +306,10 @@ class Agent:
         )
         _forget_agents()
         os.environ.update(knobs.to_environ())
+        for name in order.without:
+            os.environ.pop(name, None)
+        for name, _, value in (each.partition("=") for each in order.variables):
+            os.environ[name] = value
         if self._why_not:
             os.execve(self._program.command[0], self._program.command, process_environ())  # noqa: S606
         give_threads_back(self._variables)

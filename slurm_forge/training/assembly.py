@@ -168,7 +168,7 @@ def assemble(
         stepping=stepping,
         boundaries=boundaries,
         telling=Telling(journal, progress),
-        probe=_probe(context, device, groups, member),
+        probe=_probe(context, device, groups, member, injecting),
         pacing=pacing,
         in_force=in_force,
         skips=skips,
@@ -205,17 +205,23 @@ def _first_steps(
 
 
 def _probe(
-    context: RankContext, device: torch.device, groups: Groups, member: Member
+    context: RankContext,
+    device: torch.device,
+    groups: Groups,
+    member: Member,
+    injecting: Injecting,
 ) -> Probe | None:
-    if groups.probe is None:
+    if groups.probe is None or not context.spec.probe.enabled:
         return None
+    bandwidth = context.spec.probe.bandwidth
     return Probe(
         member=member,
         group=groups.probe,
         device=device,
         rank=context.rank,
         world_size=context.world_size,
-        deadline=context.spec.probe.deadline,
+        large=bandwidth.size if bandwidth.enabled else None,
+        spoilt=injecting.probe_spoilt,
     )
 
 

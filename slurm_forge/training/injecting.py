@@ -29,7 +29,7 @@ from slurm_forge.training.corrupting import (
     state_tensor,
 )
 from slurm_forge.training.hanging import hold_interpreter, stop_loader_workers, wait_for_nobody
-from slurm_forge.training.injected import Struck
+from slurm_forge.training.injected import FOLDER, Struck
 from slurm_forge.training.loss import Loss
 from slurm_forge.training.order import Windows
 from slurm_forge.vocabulary.plan import SampleWindow
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER", "Injecting", "first_sample"]
 
-#: Below the run's folder: one small file for every fault that has struck.
-FOLDER = "injected"
 _SIGNALS = {
     FaultKind.TERM: Signals.SIGTERM,  # as a preemption sends it
     FaultKind.USR1: Signals.SIGUSR1,
@@ -76,7 +74,7 @@ class Injecting:
         send: Callable[[Signals], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        everything = tuple(faults)
+        everything = tuple(fault for fault in faults if not fault.of_start)
         self._faults = tuple(
             f for f in everything if f.rank in (None, rank) and f.attempt in (None, attempt)
         )
@@ -87,12 +85,17 @@ class Injecting:
         self._registry: Registry | None = None
         self._handles: list[RemovableHandle] = []
         self._fresh = False
-        self._replaying = False
+        self._replaying = self._probe_spoilt = False
         #: The fault that makes this rank slower in this step.
         self._dragging: Fault | None = None
         for fault in everything if rank == 0 else ():
             if fault.rank is not None and fault.rank >= world_size:
                 self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
+
+    def probe_spoilt(self) -> bool:
+        """Whether the probe that is being issued is the one to be spoilt."""
+        spoilt, self._probe_spoilt = self._probe_spoilt, False
+        return spoilt
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
@@ -225,6 +228,8 @@ class Injecting:
                 wait_for_nobody(self._rank)
             case FaultKind.DATA:
                 stop_loader_workers()
+            case FaultKind.WRONG:
+                self._probe_spoilt = True
             case _:
                 self._send(_SIGNALS[fault.kind])
 

@@ -13,6 +13,7 @@ import torch
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member, Request, RequestKind
 from slurm_forge.control import protocol as p
+from slurm_forge.control.probe_words import BANDWIDTH
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.recovery.anomaly import announced
@@ -329,7 +330,7 @@ class Run:
             case RequestKind.PROBE if self._probe is not None:
                 if self._pacing is not None:
                     self._pacing.try_out()
-                self._probe.issue(request.id)
+                self._probe.issue(request.id, large=request.reason == BANDWIDTH)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
@@ -364,6 +365,11 @@ class Run:
     def registry(self) -> Registry:
         """What was registered: for the account of a rank that ran out of memory."""
         return self._registry
+
+    def leave(self) -> None:
+        """The launch is over for this rank: nothing of ours goes on beside the next one."""
+        if self._probe is not None:
+            self._probe.close()
 
     def let_land(self) -> None:
         """Something was raised: a save that is being written may be what is resumed from."""

@@ -100,6 +100,19 @@ def test_a_fault_strikes_every_micro_batch_of_its_step_and_never_again(tmp_path:
     assert json.loads(file.read_text())["fault"] == "spike@3:factor=10"
 
 
+def test_a_fault_of_a_node_strikes_no_step(tmp_path: Path) -> None:
+    faults = Injecting(
+        parse_faults("bad_node:rank0,bad_link:host=n1"),
+        rank=0,
+        world_size=1,
+        attempt=1,
+        launch=1,
+        directory=tmp_path,
+    )
+    assert not faults.active
+    faults.boundary(0)
+
+
 def test_each_of_several_steps_is_struck_once(tmp_path: Path) -> None:
     rank = Rank(tmp_path, "nan@3x3")
     assert [struck(rank.step(step)) for step in (2, 3, 4)] == [False, True, True]
@@ -230,6 +243,17 @@ def test_signals_go_to_the_rank_itself_at_the_boundary(tmp_path: Path) -> None:
     for step in range(6):
         rank.faults.boundary(step)
     assert rank.signals == [Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGSTOP]
+
+
+def test_a_wrong_value_is_in_the_next_probe_of_this_rank_and_in_no_other(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, "wrong@1,wrong@3:rank1")
+    rank.step(0)
+    assert not rank.faults.probe_spoilt()
+    rank.step(1)
+    rank.step(2)
+    assert rank.faults.probe_spoilt()
+    rank.step(3)
+    assert not rank.faults.probe_spoilt()
 
 
 def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: Path) -> None:
