@@ -1,7 +1,8 @@
 """Finds and reads site files.
 
 The places are, in order: what the command line names, what the knob names, the user's own folder,
-the sites that come with the package.  Nothing is taken from the current directory unless it is
+the sites that come with the package.  Where none is named, the one that claims this cluster is
+taken (``site.detection``); nothing is executed to find that out.  Nothing is taken from the current directory unless it is
 named: a folder somebody else can write into must not decide what our job script runs.
 """
 
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_forge.documents import build, nearest, read
 from slurm_forge.errors import ConfigError
-from slurm_forge.site.detection import GENERIC, detect_site
+from slurm_forge.site.detection import Surroundings, detect_site
 from slurm_forge.site.model import Site
 
 __all__ = ["LoadedSite", "SitePlaces", "packaged_folder"]
@@ -25,7 +26,10 @@ _SUFFIX = ".yaml"
 
 @dataclass(frozen=True, slots=True)
 class LoadedSite:
-    """A site, the file it was read from, and why that one (for the user to see)."""
+    """A site, the file it was read from, and why that one (for the user to see).
+
+    Where the file describes several clusters, ``site`` holds the facts of this one.
+    """
 
     site: Site
     path: Path
@@ -37,12 +41,13 @@ class SitePlaces:
     """Where site files are looked for.
 
     ``user_folder`` is usually ``~/.config/slurm_forge/sites``; it need not exist.  ``knob`` is
-    what the environment names, a site or a file.
+    what the environment names, a site or a file.  ``here`` is what else tells the cluster.
     """
 
     packaged: Path
     user_folder: Path | None = None
     knob: str | None = None
+    here: Surroundings = field(default_factory=Surroundings)
 
     def load(self, wanted: str | None = None, *, cluster_name: str | None = None) -> LoadedSite:
         """The site that is ``wanted`` (a name or a file), else the knob's, else the detected one.
@@ -50,33 +55,34 @@ class SitePlaces:
         Raises ``ConfigError`` for an unknown name or a mistake in the file, ``UnsafeFileError``
         for a file outside the package that others can write.
         """
+        here = self.here if not cluster_name else replace(self.here, cluster_name=cluster_name)
         if wanted is not None:
-            return self._named(wanted, "it was asked for")
+            return self._named(wanted, "it was asked for", here)
         if self.knob is not None:
-            return self._named(self.knob, "SLURM_FORGE_SITE names it")
-        name = detect_site(cluster_name, (self._read(path) for path in self._files()))
-        if name != GENERIC:
-            return self._named(name, f"Slurm's ClusterName is {cluster_name}")
-        because = f"no site describes ClusterName {cluster_name}" if cluster_name else "no Slurm"
-        return self._named(GENERIC, because)
+            return self._named(self.knob, "SLURM_FORGE_SITE names it", here)
+        found = detect_site(here, (self._read(path) for path in self._files()))
+        return self._named(found.name, found.because, here)
 
     def names(self) -> tuple[str, ...]:
         """Names of all sites that can be found, sorted."""
         return tuple(sorted({path.stem for path in self._files()}))
 
-    def _named(self, wanted: str, because: str) -> LoadedSite:
-        if "/" in wanted or wanted.endswith(_SUFFIX):
-            path = Path(wanted)
-            return LoadedSite(self._read(path), path, because)
-        for path in self._files():
-            if path.stem == wanted:
-                return LoadedSite(self._read(path), path, because)
+    def _named(self, wanted: str, because: str, here: Surroundings) -> LoadedSite:
+        for path in self._called(wanted):
+            site = self._read(path)
+            return LoadedSite(site.on(detect_site(here, (site,)).cluster), path, because)
         known = self.names()
         close = nearest(wanted, known)
         raise ConfigError(
             f"there is no site {wanted[:64]!r}" + (f' (did you mean "{close}"?)' if close else ""),
             next_step=f"Known sites: {', '.join(known)}. For a file of your own, give its path.",
         )
+
+    def _called(self, wanted: str) -> Iterator[Path]:
+        if "/" in wanted or wanted.endswith(_SUFFIX):
+            yield Path(wanted)
+        else:
+            yield from (path for path in self._files() if path.stem == wanted)
 
     def _files(self) -> Iterator[Path]:
         """Site files, the user's own first, each folder in the order of names."""
