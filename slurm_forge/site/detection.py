@@ -73,7 +73,7 @@ def detect_site(here: Surroundings, sites: Iterable[Site]) -> Found:
                     return Found(site.name, None, f"this host is called {here.host}")
     if here.cluster_name:
         return Found(GENERIC, None, f"no site describes ClusterName {here.cluster_name}")
-    return Found(GENERIC, None, "no Slurm, and nothing here names a site")
+    return Found(GENERIC, None, "no Slurm")
 
 
 def fill_from_slurm(
