@@ -23,6 +23,7 @@ from slurm_forge.cli import (
     nodes,
     policy,
     running,
+    sites,
     submitting,
     watch,
 )
@@ -65,6 +66,7 @@ app.add_typer(checkpoints.app)
 app.command()(exporting.export)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
+app.add_typer(sites.app)
 
 
 def _version(wanted: bool) -> None:

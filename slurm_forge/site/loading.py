@@ -2,8 +2,9 @@
 
 The places are, in order: what the command line names, what the knob names, the user's own folder,
 the sites that come with the package.  Where none is named, the one that claims this cluster is
-taken (``site.detection``); nothing is executed to find that out.  Nothing is taken from the current directory unless it is
-named: a folder somebody else can write into must not decide what our job script runs.
+taken (``site.detection``); nothing is executed to find that out.  Nothing is taken from the current
+directory unless it is named: a folder somebody else can write into must not decide what our job
+script runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slurm_forge.documents import build, nearest, read
+from slurm_forge.documents import Document, build, nearest, read
 from slurm_forge.errors import ConfigError
 from slurm_forge.site.detection import Surroundings, detect_site
 from slurm_forge.site.model import Site
@@ -34,6 +35,10 @@ class LoadedSite:
     site: Site
     path: Path
     because: str
+    #: The file's own keys, and the lines that they stand on.
+    document: Document = field(default_factory=lambda: Document({}), repr=False, compare=False)
+    #: Which one of the clusters that the file describes.
+    cluster: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +65,23 @@ class SitePlaces:
             return self._named(wanted, "it was asked for", here)
         if self.knob is not None:
             return self._named(self.knob, "SLURM_FORGE_SITE names it", here)
-        found = detect_site(here, (self._read(path) for path in self._files()))
+        found = detect_site(here, (self._read(path)[0] for path in self._files()))
         return self._named(found.name, found.because, here)
 
     def names(self) -> tuple[str, ...]:
         """Names of all sites that can be found, sorted."""
         return tuple(sorted({path.stem for path in self._files()}))
 
+    def files(self) -> tuple[Path, ...]:
+        """All files that are looked into, those that come first in force first."""
+        return tuple(self._files())
+
     def _named(self, wanted: str, because: str, here: Surroundings) -> LoadedSite:
         for path in self._called(wanted):
-            site = self._read(path)
-            return LoadedSite(site.on(detect_site(here, (site,)).cluster), path, because)
+            site, document = self._read(path)
+            cluster = detect_site(here, (site,)).cluster
+            cluster = cluster if cluster in site.clusters else None
+            return LoadedSite(site.on(cluster), path, because, document, cluster)
         known = self.names()
         close = nearest(wanted, known)
         raise ConfigError(
@@ -91,7 +102,7 @@ class SitePlaces:
                 files = (path for path in folder.iterdir() if path.suffix == _SUFFIX)
                 yield from sorted(path for path in files if _NAME.fullmatch(path.stem))
 
-    def _read(self, path: Path) -> Site:
+    def _read(self, path: Path) -> tuple[Site, Document]:
         ours = path.parent == self.packaged
         # The package is as trustworthy as the code in it, whoever installed it.
         site = build(Site, document := read(path, trusted=not ours))
@@ -102,7 +113,7 @@ class SitePlaces:
                 line=document.line_of(("name",)),
                 next_step=f"Rename the file to {site.name}{_SUFFIX}, or change the name in it.",
             )
-        return site
+        return site, document
 
 
 def packaged_folder() -> Path:

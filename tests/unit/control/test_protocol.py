@@ -31,6 +31,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     float: st.floats(allow_nan=False, allow_infinity=False),
     str | None: st.none() | TEXT,
+    tuple[str, ...]: st.lists(TEXT, max_size=3).map(tuple),
     Position: st.builds(Position, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     p.RequestKind: st.sampled_from(list(p.RequestKind)),
 }

@@ -340,6 +340,8 @@ def test_no_plan_can_change_the_global_batch_or_the_order_of_the_samples() -> No
         "worker_factor",
         "time_factor",
         "nodes",
+        "variables",
+        "variables_past",
     }
 
 

@@ -46,7 +46,7 @@ DECISION = "time action reason rung changes target target_step target_trust in_p
 RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s after"
 PLAN = (
     "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes "
-    "lr_back_step skipped reseeded worker_factor rolled_back_to time_factor nodes"
+    "lr_back_step skipped reseeded worker_factor rolled_back_to time_factor nodes variables"
 )
 
 

@@ -100,7 +100,7 @@ IN_A_JOB = [
     ("recovery: {crash: [{times: 2}]}", 3, "recovery.crash[0].do: missing, and there is no default for it"),
     ("recovery: {crash: requeue}", 3, 'recovery.crash: expected a list, got "requeue"'),
     ("recovery: {crash: [requeue]}", 3, 'recovery.crash[0]: expected keys and values, got "requeue"'),
-    ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, wait, exclude_node)'),
+    ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, wait, exclude_node, variables)'),
     ("recovery: {crash: [{do: hold, times: 2}]}", 3, 'recovery.crash[0].times: does not belong to "do: hold" (it takes nothing else)'),
     ("recovery: {hang: [{do: skip, times: 2}]}", 3, 'recovery.hang[0].do: "skip" does nothing about hang (try: warn, fewer_nodes, relaunch, requeue, hold)'),
     ("recovery:\n  hang: [{do: relaunch, times: 1},\n    {do: requeue}]", 5, 'recovery.hang[1].do: say how often ("times: 2"); only preempted, time_limit, node_fail, admin_requeue may go on without limit'),
@@ -111,7 +111,7 @@ IN_A_JOB = [
     ("recovery: {non_finite: [{do: rollback, times: 1, ramp_steps: 3}]}", 3, "recovery.non_finite[0].ramp_steps: there is nothing to ramp without lr_scale below 1"),
     ("recovery: {non_finite: [{do: rollback, times: 1, lr_scale: 2}]}", 3, "recovery.non_finite[0].lr_scale: expected at most 1, got 2"),
     ("recovery: {crash: [{do: relaunch, times: 1, start: hot}]}", 3, 'recovery.crash[0].start: unknown value "hot" (known here: cold, warm, in_process)'),
-    ("recovery: {crash: [{do: requeue, times: 1, start: warm}]}", 3, 'recovery.crash[0].start: does not belong to "do: requeue" (it takes times, wait, exclude_node)'),
+    ("recovery: {crash: [{do: requeue, times: 1, start: warm}]}", 3, 'recovery.crash[0].start: does not belong to "do: requeue" (it takes times, wait, exclude_node, variables)'),
     ("recovery: {non_finite: [{do: rollback, times: 1, skip_samples: all}]}", 3, 'recovery.non_finite[0].skip_samples: unknown value "all" (known here: none, window)'),
     # probe
     ("probe: false", 3, 'probe: to switch the probe off, write "probe: {enabled: false}"'),

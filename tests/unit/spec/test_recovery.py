@@ -175,7 +175,8 @@ MISTAKES = [
     (
         "{do: relaunch, times: 1, depth: 2}",
         'recovery.non_finite[0].depth: does not belong to "do: relaunch" (it takes times, '
-        "wait, exclude_node, lr_scale, ramp_steps, skip_samples, most_skipped, reseed, start)",
+        "wait, exclude_node, lr_scale, ramp_steps, skip_samples, most_skipped, reseed, start, "
+        "variables)",
     ),
     (
         "{do: requeue, times: 1, backoff: 30s}",
