@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -103,17 +104,19 @@ def _submit(
 ) -> tuple[Submission, str]:
     from slurm_forge.cli.left_out import left_out
     from slurm_forge.cli.places import reference, runs_folder
-    from slurm_forge.cli.preparing import check, make
+    from slurm_forge.cli.preparing import check, make, place_of, refuse
     from slurm_forge.cli.rehearsing import rehearsed
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.launch.variables import warnings
     from slurm_forge.report.outlook import outlook
+    from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
 
     checked = check(path)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, need_slurm=True)
+    refuse(checked, chosen.site, RunDirectory.at(runs_folder(runs) / checked.job.name))
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
@@ -124,6 +127,8 @@ def _submit(
             chosen.site,
             default_partition=chosen.default_partition,
             storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
+            machine=platform.machine(),
+            where=place_of(checked),
         ),
         *out.notes,
     )
