@@ -59,7 +59,7 @@ def detect_site(here: Surroundings, sites: Iterable[Site]) -> Found:
     known = tuple(sites)
     if here.cluster_name:
         for site in known:
-            if here.cluster_name in site.cluster_names or here.cluster_name in site.clusters:
+            if here.cluster_name in site.cluster_names:
                 because = f"Slurm's ClusterName is {here.cluster_name}"
                 return Found(site.name, here.cluster_name, because)
     for site in known:

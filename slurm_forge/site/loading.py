@@ -65,7 +65,8 @@ class SitePlaces:
             return self._named(wanted, "it was asked for", here)
         if self.knob is not None:
             return self._named(self.knob, "SLURM_FORGE_SITE names it", here)
-        found = detect_site(here, (self._read(path)[0] for path in self._files()))
+        claiming = (path for path in self._files() if _may_claim(path, here))
+        found = detect_site(here, (self._read(path)[0] for path in claiming))
         return self._named(found.name, found.because, here)
 
     def names(self) -> tuple[str, ...]:
@@ -114,6 +115,18 @@ class SitePlaces:
                 next_step=f"Rename the file to {site.name}{_SUFFIX}, or change the name in it.",
             )
         return site, document
+
+
+def _may_claim(path: Path, here: Surroundings) -> bool:
+    """Whether a file names this cluster at all, or tells its site in another way.
+
+    Whoever submits waits for this, and a mistake in the file of another cluster is not theirs.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return True  # reading it properly says what is wrong
+    return b"detect" in text or (here.cluster_name or "\0").encode() in text
 
 
 def packaged_folder() -> Path:

@@ -194,7 +194,8 @@ class Site(Facts):
     #: ClusterName in slurm.conf: how the site is recognised.
     cluster_names: tuple[Name, ...] = ()
     detect: Detection = Detection()
-    #: Where one file describes several clusters: what differs, by ClusterName.
+    #: Where one file describes several clusters: what differs, by ClusterName or by the
+    #: value of the variable that tells it.
     clusters: dict[Name, ClusterFacts] = Field(default_factory=dict)
     contact: Line | None = None
     confidence: Confidence | None = None
