@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli import sites_check
+
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces
 
@@ -72,6 +74,10 @@ class SiteShown:
     because: str
     values: tuple[ValueShown, ...]
     unknown: tuple[str, ...]
+
+
+app.command()(sites_check.check)
+app.command()(sites_check.schema)
 
 
 @app.command("list")

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_forge.documents import Document, build, nearest, read
-from slurm_forge.errors import ConfigError
+from slurm_forge.documents.reading import MAX_BYTES
+from slurm_forge.errors import ConfigError, ForgeError
+from slurm_forge.files import read_bounded
 from slurm_forge.site.detection import Surroundings, detect_site
 from slurm_forge.site.model import Site
 
@@ -39,6 +41,13 @@ class LoadedSite:
     document: Document = field(default_factory=lambda: Document({}), repr=False, compare=False)
     #: Which one of the clusters that the file describes.
     cluster: str | None = None
+    #: What the file says, of all its clusters.
+    all_clusters: Site | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def whole(self) -> Site:
+        """What the file says, whichever of its clusters this is."""
+        return self.all_clusters or self.site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,7 @@ class SitePlaces:
             site, document = self._read(path)
             cluster = detect_site(here, (site,)).cluster
             cluster = cluster if cluster in site.clusters else None
-            return LoadedSite(site.on(cluster), path, because, document, cluster)
+            return LoadedSite(site.on(cluster), path, because, document, cluster, site)
         known = self.names()
         close = nearest(wanted, known)
         raise ConfigError(
@@ -122,9 +131,11 @@ def _may_claim(path: Path, here: Surroundings) -> bool:
 
     Whoever submits waits for this, and a mistake in the file of another cluster is not theirs.
     """
+    if not path.is_file():
+        return True
     try:
-        text = path.read_bytes()
-    except OSError:
+        text = read_bounded(path, MAX_BYTES)
+    except (ForgeError, OSError):
         return True  # reading it properly says what is wrong
     return b"detect" in text or (here.cluster_name or "\0").encode() in text
 
