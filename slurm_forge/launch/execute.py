@@ -134,6 +134,7 @@ def _in_job(
         fence=begun.fence,
         successor=begun.state().successor_of(environment.job_ref),
         patience=begun.file.job.recovery.limits.controller_patience,
+        only_hold=begun.file.only_hold,
     )
     back = ComingBack(
         begun,

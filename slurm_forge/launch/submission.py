@@ -78,6 +78,7 @@ def create_run(
         site=site.name,
         socket_interface=interface,
         host_suffix=site.host_suffix,
+        master_address=site.master_address,
         env={**through, **site.env.always},
         on_hang=dict(site.env.on_hang),
         never=dict(site.env.never),
@@ -86,6 +87,7 @@ def create_run(
         purge_after=None if storage is None else storage.purge_after,
         purge_basis=None if storage is None else storage.purge_basis,
         shorten_requeue=site.shorten_requeue,
+        self_requeue_allowed=facts.self_requeue_allowed is not False,
         node_ledger=site.node_ledger,
         job=job,
     )

@@ -108,6 +108,7 @@ def supervise(
         fence=begun.fence,
         successor=begun.state().successor_of(environment.job_ref),
         patience=begun.file.job.recovery.limits.controller_patience,
+        only_hold=begun.file.only_hold,
     )
     try:
         back = ComingBack(
