@@ -72,7 +72,7 @@ class Ladder:
 
     ``restart_count`` is that of the start we are in.  ``patience`` is how long a controller that
     does not answer is asked again.  ``successor`` is one that an earlier start of this job has
-    submitted.  ``only_hold`` says why the job must not come back by itself: then it is held instead.
+    submitted.  ``only_hold`` says why the job must not come back by itself: it is held instead.
     """
 
     def __init__(

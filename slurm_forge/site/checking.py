@@ -15,7 +15,7 @@ from slurm_forge.documents.keypath import dotted
 from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
 from slurm_forge.site.parts import GpuRequest, OptionRule
 from slurm_forge.site.variables import GLOO_INTERFACE, NCCL_INTERFACE
-from slurm_forge.slurm.sbatch_words import LONG_OPTIONS, long_name, value_of
+from slurm_forge.slurm.sbatch_words import LONG_OPTIONS, PLUGIN_OPTIONS, long_name, value_of
 from slurm_forge.units import format_duration
 
 __all__ = ["Remark", "check_site", "check_together"]
@@ -266,11 +266,11 @@ def _any_value(rule: OptionRule) -> bool:
 
 def _known_option(key: KeyPath, option: str) -> Iterator[Remark]:
     name = long_name(option)
-    if name in LONG_OPTIONS:
+    if name in LONG_OPTIONS | PLUGIN_OPTIONS:
         return
     close = nearest(name, LONG_OPTIONS)
     hint = "" if close is None else f' (did you mean "--{close}"?)'
-    # Plugins of a site add options of their own.
+    # Plugins of a site add options of their own; one that looks like sbatch's is a slip.
     yield Remark(key=key, message=f"sbatch itself has no --{name}{hint}", mistake=close is not None)
 
 

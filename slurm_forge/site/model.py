@@ -147,6 +147,11 @@ class EnvironmentSets(Facts):
 class Storage(Facts):
     """A place for files, and when the centre deletes them."""
 
+    known_as: ClassVar[Mapping[str, str]] = {
+        "purge": "purge_after", "purge_days": "purge_after", "basis": "purge_basis",
+        "fs": "filesystem", "variable": "env",
+    }  # fmt: skip
+
     role: Line
     path: Line | None = None
     #: The environment variable that holds the path.
@@ -181,7 +186,7 @@ class Site(Facts):
         "account": "account_required", "gpus": "gpu_request", "gpu_directive": "gpu_request",
         "rejected": "rejected_options", "required": "required_options",
         "discouraged": "discouraged_options", "source": "sources", "preemption":
-        "preemption_default", "preempt": "preemption_default", "scratch": "storage",
+        "preemption_default", "preempt": "preemption_default", "prempt": "preemption_default", "scratch": "storage",
         "internet": "internet_on_compute_nodes", "container": "containers",
         "master_addr": "master_address", "defaults": "everywhere", "module": "modules",
         "quirks": "notes", "note": "notes", "max_time": "everywhere.max_time",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LONG_OPTIONS", "long_name", "value_of"]
+__all__ = ["LONG_OPTIONS", "PLUGIN_OPTIONS", "long_name", "value_of"]
 
 _LONG = """
     account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
@@ -20,6 +20,15 @@ _LONG = """
     x11
 """
 LONG_OPTIONS = frozenset(_LONG.split())
+#: Added by plugins that many sites have: pyxis, shifter, CSCS' uenv and container engine.
+PLUGIN_OPTIONS = frozenset(
+    {
+        "container-entrypoint", "container-env", "container-image", "container-mount-home",
+        "container-mounts", "container-name", "container-remap-root", "container-save",
+        "container-workdir", "container-writable", "no-container-mount-home", "image", "volume",
+        "module", "environment", "uenv", "view",
+    }
+)  # fmt: skip
 _SHORT = {
     "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile",
     "G": "gpus", "H": "hold", "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes",
