@@ -106,6 +106,7 @@ def _submit(
     from slurm_forge.cli.places import reference, runs_folder
     from slurm_forge.cli.preparing import check, make, place_of, refuse
     from slurm_forge.cli.rehearsing import rehearsed
+    from slurm_forge.launch.script import asked_options
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.launch.variables import warnings
     from slurm_forge.report.outlook import outlook
@@ -116,7 +117,8 @@ def _submit(
     checked = check(path)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, need_slurm=True)
-    refuse(checked, chosen.site, RunDirectory.at(runs_folder(runs) / checked.job.name))
+    place = RunDirectory.at(runs_folder(runs) / checked.job.name)
+    refuse(checked, chosen.site, place)
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
@@ -128,6 +130,7 @@ def _submit(
             default_partition=chosen.default_partition,
             storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
             machine=platform.machine(),
+            options=asked_options(checked.job, chosen.site, place),
             where=place_of(checked),
         ),
         *out.notes,

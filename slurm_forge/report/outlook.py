@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from slurm_forge.launch.asking import asked_of
@@ -25,12 +25,13 @@ def outlook(
     default_partition: str | None = None,
     storage: Storage | None = None,
     machine: str | None = None,
+    options: Sequence[str] = (),
     where: Callable[[str], str] | None = None,
 ) -> tuple[str, ...]:
     """Sentences about preemption, the time limit and checkpoints; only what is known.
 
     ``default_partition`` is where Slurm puts a job that names none, ``storage`` what the run lies
-    on, ``machine`` what its interpreter is for.  ``where`` gives the place in the job file of an
+    on, ``machine`` what its interpreter is for, ``options`` what sbatch is given.  ``where`` gives the place in the job file of an
     sbatch option, empty where it is not there.
     """
     wanted = job.resources
@@ -40,7 +41,7 @@ def outlook(
         facts = site.facts(name, wanted.qos)
         place = _place(site, name, wanted.qos)
         lines.append(f"{place}: {_preemption(facts.preemption, job)}")
-    asked = asked_of(job, site, default_partition=default_partition, machine=machine)
+    asked = asked_of(job, site, options, default_partition=default_partition, machine=machine)
     # What is an error is told where the job is refused.
     lines += [
         _told(each, where) for each in findings(asked, site) if each.severity is not Severity.ERROR

@@ -185,8 +185,9 @@ class Site(Facts):
         "hosts": "detect.hosts", "hostnames": "detect.hosts", "arch": "architecture",
         "account": "account_required", "gpus": "gpu_request", "gpu_directive": "gpu_request",
         "rejected": "rejected_options", "required": "required_options",
-        "discouraged": "discouraged_options", "source": "sources", "preemption":
-        "preemption_default", "preempt": "preemption_default", "prempt": "preemption_default", "scratch": "storage",
+        "discouraged": "discouraged_options", "source": "sources", "scratch": "storage",
+        "preemption": "preemption_default", "preempt": "preemption_default",
+        "prempt": "preemption_default",
         "internet": "internet_on_compute_nodes", "container": "containers",
         "master_addr": "master_address", "defaults": "everywhere", "module": "modules",
         "quirks": "notes", "note": "notes", "max_time": "everywhere.max_time",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.submission import create_run
 from slurm_forge.launch.master import master_address
+from slurm_forge.launch.submission import create_run
 from slurm_forge.launch.variables import (
     effective_on_hang,
     for_command,

@@ -470,3 +470,14 @@ def test_a_run_is_one_job_and_of_one_kind(tmp_path, submitted, given):
     with pytest.raises(ConfigError, match="a run is one job"):
         forge(tmp_path / "logs", **given).submit(train)
     assert list(submitted.iterdir()) == []
+
+
+def test_what_the_site_refuses_or_requires(tmp_path, submitted, monkeypatch):
+    rules = tmp_path / "vista.yaml"
+    rules.write_text('name: vista\nrejected_options: ["--mem"]\nrequired_options: ["--nodes"]\n')
+    monkeypatch.setenv("SLURM_FORGE_SITE", str(rules))
+    executor = forge(tmp_path / "logs", name="a", nodes=1, mem_gb=4)
+    with pytest.raises(SubmissionError, match="vista refuses the option --mem"):
+        executor.submit(train)
+    assert not list(submitted.iterdir()), "nothing was handed to sbatch"
+    assert forge(tmp_path / "logs", name="b", nodes=1).submit(train).job_id == "4000"

@@ -1,4 +1,4 @@
-"""The site files that come with the package: well formed, checked, current, and what they ask for."""
+"""The site files that come with the package: checked, current, and what they ask for."""
 
 from __future__ import annotations
 
