@@ -303,8 +303,9 @@ def begin(
         on_hang=effective_on_hang(file, own),
         forbidden=forbidden(file, own),
     )
-    for each in attempt.forbidden:
-        journal.write(Note(text=f"{each}"[:400]))
+    with contextlib.suppress(OSError):
+        for each in attempt.forbidden:
+            journal.write(Note(text=f"{each}"[:400]))
     return attempt
 
 

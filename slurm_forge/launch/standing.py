@@ -163,7 +163,7 @@ class StandingStep:
                 world_size=hub.world_size,
                 nonce=secrets.token_hex(16),
                 on_notice=self._noticed,
-                hosts=parse_addresses(hub.addresses)[0],
+                interface_address=parse_addresses(hub.addresses)[0][0],
             )
             self._variables = dict(variables)
             agents.begin(order)

@@ -32,13 +32,13 @@ from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.variables import for_launch
+from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.seats import Seats
@@ -99,28 +99,8 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         return 0
     watch = JobWatch(slurm, environment.job_ref)
-    ladder = Ladder(
-        slurm,
-        job=environment.job_ref,
-        restart_count=environment.restart_count,
-        script=script,
-        journal=begun.journal,
-        fence=begun.fence,
-        successor=begun.state().successor_of(environment.job_ref),
-        patience=begun.file.job.recovery.limits.controller_patience,
-        only_hold=begun.file.only_hold,
-    )
     try:
-        back = ComingBack(
-            begun,
-            ladder,
-            slurm,
-            nodes=environment.nodes,
-            partition=environment.partition,
-            cluster=environment.cluster_name,
-            knobs=Knobs.from_environ(variables),
-            latest=lambda: watch.latest,
-        )
+        back = way_back(begun, slurm, environment, watch, variables=variables, script=script)
         back.prepare()
         return _Supervisor(
             begun, payload, environment, variables, watch, back, current, slurm

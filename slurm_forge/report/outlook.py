@@ -31,8 +31,8 @@ def outlook(
     """Sentences about preemption, the time limit and checkpoints; only what is known.
 
     ``default_partition`` is where Slurm puts a job that names none, ``storage`` what the run lies
-    on, ``machine`` what its interpreter is for, ``options`` what sbatch is given.  ``where`` gives the place in the job file of an
-    sbatch option, empty where it is not there.
+    on, ``machine`` what its interpreter is for, ``options`` what sbatch is given.  ``where`` gives
+    the place in the job file of an sbatch option, empty where it is not there.
     """
     wanted = job.resources
     names: list[str | None] = [p for p in (wanted.partition or "").split(",") if p]

@@ -261,6 +261,13 @@ class Site(Facts):
     node_ledger: FolderPath | None = None
     notes: tuple[Line, ...] = ()
 
+    @model_validator(mode="after")
+    def _interface_is_not_forbidden(self) -> Site:
+        told = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & self.env.never.keys()
+        if self.socket_interface is not None and told:
+            raise wrong_key("socket_interface", f"env.never says that {min(told)} must not be set")
+        return self
+
     def facts(self, partition: str | None, qos: str | None = None) -> PartitionFacts:
         """What is known of a job in this partition and QOS; where both say something, the QOS."""
         merged: dict[str, Any] = {"preemption": self.preemption(partition, qos)}

@@ -24,7 +24,7 @@ def take_on(file: RunFile) -> None:
     NCCL takes, where a site names interfaces at all.
     """
     here = process_environ()
-    wanted = {**{name: value for name, value in file.env.items() if name not in here}}
+    wanted = {name: value for name, value in file.env.items() if name not in here}
     wanted.update(file.job.env)
     if file.socket_interface is not None and GLOO_INTERFACE not in {**here, **wanted}:
         told = wanted.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))

@@ -107,7 +107,7 @@ def test_a_spare_node_takes_the_place_of_the_one_that_the_probe_names(
     incident = named(watched)
     assert (incident.cause, incident.rank, incident.hosts) == (Cause.HANG, 1, (first[1],))
     assert incident.confidence is not Confidence.GUESS
-    assert any(each.source == "probe" for each in incident.evidence), incident
+    assert {"probe", "heartbeat"} & {each.source for each in incident.evidence}, incident
     assert [each.action for _, each in attempt.decisions] == [Action.RELAUNCH]
     assert second[0] == first[0]
     assert second[1] not in first, "the node that was named was used again"

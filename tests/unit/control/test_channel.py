@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from slurm_forge.control import Hub, Member, RequestKind
-from slurm_forge.control import hub as hub_module
+from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import parse_addresses
@@ -28,7 +28,7 @@ WITHIN_S = 20.0
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_module, "_BEAT_S", 0.05)
-    monkeypatch.setattr(hub_module, "_SEND_WITHIN_S", 0.3)
+    monkeypatch.setattr(listener_module, "_SEND_WITHIN_S", 0.3)
 
 
 def until(condition: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:

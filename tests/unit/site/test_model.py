@@ -114,6 +114,10 @@ def test_a_site_survives_being_written_and_read() -> None:
         ("env: {never: [A]}", "keys and values"),
         ("env: {always: {A: x}, never: {A: slow}}", "env.always.A: env.never says"),
         ("env: {on_hang: {A: x}, never: {A: slow}}", "env.on_hang.A: env.never says"),
+        (
+            "socket_interface: hsn\nenv: {never: {GLOO_SOCKET_IFNAME: slow}}",
+            "socket_interface: env.never says",
+        ),
         ("expected_bandwidth: 180", "180 GB/s"),
         ('expected_bandwidth: "180 Gb/s"', "400 Gbit/s"),
         ('partitions: {x: {expected_bandwidth: "0 GB/s"}}', "partitions.x.expected_bandwidth"),
