@@ -31,6 +31,7 @@ __all__ = [
     "Day",
     "Duration",
     "Facts",
+    "Feature",
     "FolderPath",
     "HostPattern",
     "Line",
@@ -102,6 +103,13 @@ def _host(text: str) -> str:
     return text
 
 
+def _feature(text: str) -> str:
+    # It becomes part of an #SBATCH line, in which a space begins another option.
+    if not re.fullmatch(r"[^\s\"'\\-][^\s\"'\\]{0,255}", check_line(text)):
+        raise ValueError('features as --constraint takes them, without spaces: "a100&nvlink"')
+    return text
+
+
 def _day(text: str) -> str:
     # "2026-8" would sort and compare wrongly.
     found = re.fullmatch(r"([0-9]{4})-([0-9]{2})(?:-([0-9]{2}))?", text)
@@ -155,6 +163,7 @@ Name = Annotated[str, AfterValidator(_name)]
 ModuleName = Annotated[str, AfterValidator(_module)]
 HostPattern = Annotated[str, AfterValidator(_host)]
 Day = Annotated[str, AfterValidator(_day)]
+Feature = Annotated[str, AfterValidator(_feature)]
 
 
 class Facts(BaseModel):

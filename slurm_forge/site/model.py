@@ -14,6 +14,7 @@ from slurm_forge.site.fields import (
     Day,
     Duration,
     Facts,
+    Feature,
     FolderPath,
     Line,
     Memory,
@@ -110,7 +111,7 @@ class PartitionFacts(Facts):
     cpus_per_gpu: AtLeastOne | None = None
     memory_per_gpu: Memory = None
     #: The feature that jobs here have to ask for.
-    constraint: Line | None = None
+    constraint: Feature | None = None
     #: Whether a job gets whole nodes (and is charged for them), whatever it asks for.
     exclusive_nodes: bool | None = None
     modules: tuple[ModuleName, ...] = ()
@@ -228,7 +229,7 @@ class Site(Facts):
 
     gpu_request: GpuRequest | None = None
     #: Kinds of GPU that are asked for by a feature: "a100" in the job file, the constraint here.
-    gpu_types: dict[Name, Line] = Field(default_factory=dict)
+    gpu_types: dict[Name, Feature] = Field(default_factory=dict)
     account_required: bool | None = None
     account_example: Line | None = None
     #: Accounts that go with certain GPUs only.

@@ -46,6 +46,8 @@ NOT_READ = [
     ("confidence: sure", 3, 'confidence: unknown value "sure" (known here: tried, official, official_excerpt, community)'),
     ('rejected_options: ["mem"]', 3, 'rejected_options[0]: options begin with a dash, like "--gres" or "--network=single_node_vni"'),
     ("required_options:\n- {why: because}", 4, "required_options[0].option: missing, and there is no default for it"),
+    ('gpu_types: {a100: "a100 --wrap=id"}', 3, 'gpu_types.a100: features as --constraint takes them, without spaces: "a100&nvlink"'),
+    ('everywhere: {constraint: "-a"}', 3, 'everywhere.constraint: features as --constraint takes them, without spaces: "a100&nvlink"'),
     ("modules: [a b]", 3, 'modules[0]: the name of a module, like "cuda/12.4"'),
     ('setup: ["a\\nb"]', 3, "setup[0]: one line of printable text, please"),
     ("sources: [{page: x, dated: 2026-08-20}]", 3, 'sources[0].dated: 2026-08-20 without quotes is a date in YAML; quote it: "2026-08-20"'),
