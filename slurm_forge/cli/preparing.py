@@ -44,7 +44,9 @@ def check(path: Path) -> Checked:
     return Checked(job=job, path=path, doubts=doubts, document=document)
 
 
-def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, RunFile]:
+def make(
+    checked: Checked, *, runs: Path, site: Site, site_file: str | None = None
+) -> tuple[RunDirectory, RunFile]:
     """Make the run, or renew one that was made and never started (a refused submission)."""
     run = RunDirectory.at(runs / checked.job.name)
     # What is refused is refused before anything is made.
@@ -57,7 +59,9 @@ def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, Run
             next_step=f"Choose another name in {checked.path}, or go on with it: "
             f"slurm-forge requeue {run.name}",
         )
-    return create_run(checked.job, runs=runs, site=site, submitted_from=Path.cwd())
+    return create_run(
+        checked.job, runs=runs, site=site, submitted_from=Path.cwd(), site_file=site_file
+    )
 
 
 def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:

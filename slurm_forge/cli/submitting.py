@@ -52,6 +52,7 @@ class _Chosen:
     default_partition: str | None
     cluster: str | None = None
     partitions: tuple[PartitionRecord, ...] = ()
+    named_file: str | None = None
 
 
 def submit(
@@ -138,7 +139,7 @@ def _submit(
     if not quiet:
         for note in notes:
             typer.echo(note)
-    run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+    run, file = make(checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file)
     job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
     submission = Submission(
         run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
@@ -177,7 +178,9 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     try:
         checked = check(job)
         chosen = _choose(site, SubprocessSlurm.of_this_process(), need_slurm=False)
-        run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+        run, file = make(
+            checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file
+        )
         notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
         text = script_of(file, chosen.site, run)
         keep_script(run, text)
@@ -216,7 +219,8 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         if need_slurm:
             raise
         loaded = places.load(wanted)
-        return _Chosen(loaded.site, loaded.because, None)
+        named = places.named_file(wanted)
+        return _Chosen(loaded.site, loaded.because, None, named_file=named)
     loaded = places.load(wanted, cluster_name=config.cluster_name)
     default = next((one.name for one in partitions if one.is_default), None)
     return _Chosen(
@@ -225,4 +229,5 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         default_partition=default,
         cluster=config.cluster_name,
         partitions=partitions,
+        named_file=places.named_file(wanted),
     )

@@ -24,7 +24,7 @@ from slurm_forge.errors import SubmissionError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.launch.entry_check import require_arguments
-from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.sites import find_site, site_places
 from slurm_forge.launch.submission import (
     create_run,
     entry_of,
@@ -161,6 +161,9 @@ class ForgeExecutor(SlurmExecutor):
             site=self._site(),
             submitted_from=Path.cwd(),
             python=sys.executable,
+            partition=parameters.get("partition"),
+            qos=parameters.get("qos"),
+            site_file=site_places().named_file(None),
         )
         delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run

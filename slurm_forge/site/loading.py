@@ -78,6 +78,14 @@ class SitePlaces:
         found = detect_site(here, (self._read(path)[0] for path in claiming))
         return self._named(found.name, found.because, here)
 
+    def named_file(self, wanted: str | None) -> str | None:
+        """The file, from ``/`` on, that ``wanted`` or the knob names by its path; None for names.
+
+        A run keeps it: it is not found by the name in it.
+        """
+        given = self.knob if wanted is None else wanted
+        return str(Path(given).absolute()) if given is not None and _is_path(given) else None
+
     def names(self) -> tuple[str, ...]:
         """Names of all sites that can be found, sorted."""
         return tuple(sorted({path.stem for path in self._files()}))
@@ -100,7 +108,7 @@ class SitePlaces:
         )
 
     def _called(self, wanted: str) -> Iterator[Path]:
-        if "/" in wanted or wanted.endswith(_SUFFIX):
+        if _is_path(wanted):
             yield Path(wanted)
         else:
             yield from (path for path in self._files() if path.stem == wanted)
@@ -124,6 +132,10 @@ class SitePlaces:
                 next_step=f"Rename the file to {site.name}{_SUFFIX}, or change the name in it.",
             )
         return site, document
+
+
+def _is_path(wanted: str) -> bool:
+    return "/" in wanted or wanted.endswith(_SUFFIX)
 
 
 def _may_claim(path: Path, here: Surroundings) -> bool:

@@ -27,6 +27,8 @@ class RunFile(Section):
     submitted_from: str
     python: str
     site: str = "generic"
+    #: Its file, where it was given by path and can't be found by its name.
+    site_file: str | None = None
     socket_interface: str | None = None
     #: Appended to a node's name to reach it over the fast network.
     host_suffix: str | None = None

@@ -11,12 +11,14 @@ import pytest
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.launch.script import render
+from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run
 from slurm_forge.site.model import Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import SlurmCluster
 from tests.slurm.harness import REPOSITORY, environment, submit
 
+SLURM_FORGE = (sys.executable, "-m", "slurm_forge.cli.main")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
@@ -24,9 +26,9 @@ def test_a_run_that_must_not_requeue_itself_waits_for_a_person(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     """Where it would come back it is held, and only ``slurm-forge requeue`` lets it go on."""
-    site = Site.model_validate(
-        {"name": "hill", "partitions": {"normal": {"self_requeue_allowed": False}}}
-    )
+    rules = tmp_path / "hill.yaml"
+    rules.write_text("name: hill\npartitions: {normal: {self_requeue_allowed: false}}\n")
+    site = find_site(str(rules))
     watched = submit(
         slurm,
         tmp_path,
@@ -36,18 +38,21 @@ def test_a_run_that_must_not_requeue_itself_waits_for_a_person(
         partition="normal",
         args={"steps": 30},
         inject=["exception@12:rank0"],
-        recovery={"exception": [{"do": "requeue", "times": 2}]},
+        recovery={"app_error": [{"do": "requeue", "times": 2}]},
     )
     held = watched.wait(lambda s: s.status is RunStatus.HELD, 90, "the run to be held")
     assert "hill does not let jobs requeue themselves here" in held.reason
     slurm.wait_for(
-        lambda: slurm.job(watched.job).state == "PENDING" and slurm.job(watched.job).held,
+        lambda: (
+            slurm.job(watched.job).state == "PENDING"
+            and slurm.job(watched.job).field("Priority") == "0"
+        ),
         30,
         "the job to wait, held",
     )
     with environment(slurm, tmp_path / "nodes"):
         asked = subprocess.run(
-            [sys.executable, "-m", "slurm_forge.cli.main", "requeue", str(watched.run.path)],
+            [*SLURM_FORGE, "requeue", str(watched.run.path), "--site", str(rules)],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,

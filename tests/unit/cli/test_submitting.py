@@ -153,6 +153,18 @@ def test_where_jobs_must_not_requeue_themselves_the_run_knows(
     assert file.only_hold == "hill does not let jobs requeue themselves here"
 
 
+def test_a_site_that_was_given_by_path_is_found_again(shell: Shell, slurm: PretendSlurm) -> None:
+    site = write_site(shell, "title: The hill\n")
+    assert shell("submit", "train.yaml", "--site", site).exit_code == 0
+    assert read_run_file(run_of(shell).spec_file).site_file == str(shell.folder / "hill.yaml")
+    again = shell("requeue", "tiny-gpt")
+    assert again.exit_code == 0, again.stderr
+    (shell.folder / "hill.yaml").unlink()
+    gone = shell("requeue", "tiny-gpt")
+    assert gone.exit_code == 2
+    assert f"{shell.folder}/hill.yaml: can't be read" in gone.stderr
+
+
 def test_a_wrong_site_is_told_before_slurm_is_asked(shell: Shell, slurm: PretendSlurm) -> None:
     slurm.error = SlurmUnreachableError(("scontrol",), 1, "should not be asked")
     result = shell("submit", "train.yaml", "--site", "nowhere")
