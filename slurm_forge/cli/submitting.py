@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,7 +130,7 @@ def _submit(
             chosen.site,
             default_partition=chosen.default_partition,
             storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
-            machine=platform.machine(),
+            machine=os.uname().machine,
             options=asked_options(checked.job, chosen.site, place),
             where=place_of(checked),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def site_places() -> SitePlaces:
         packaged=packaged_folder(),
         user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
         knob=Knobs.from_environ(environ).site,
-        here=Surroundings.of(environ, platform.node() or None),
+        here=Surroundings.of(environ, os.uname().nodename or None),
     )
 
 

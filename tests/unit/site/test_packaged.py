@@ -119,6 +119,8 @@ def test_the_schema_names_every_key_and_no_other() -> None:
             "generic",
             "no site describes ClusterName fir",
         ),
+        (Surroundings(variables={"NERSC_HOST": "cori"}), "generic", "no Slurm"),
+        (Surroundings(host="vista.example"), "generic", "no Slurm"),
         (Surroundings(), "generic", "no Slurm"),
     ],
 )

@@ -87,7 +87,10 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"everywhere": {"cpus_per_gpu": 7}}, {"gpus_per_node": 2}, ["note: hill: 7 CPUs go with each GPU, and the job does not say how many it wants (resources.cpus_per_task)."]),
     ({"everywhere": {"cpus_per_gpu": 7}}, {"gpus_per_node": 2, "tasks_per_node": 2, "cpus_per_task": 8}, ["warning: hill: 7 CPUs go with each GPU, so 14 with those of a node, and the job asks for 16."]),
     ({"everywhere": {"memory_per_gpu": "60G"}}, {"gpus_per_node": 2, "mem": "121G"}, ["warning: hill: 60G of memory go with each GPU, so 120G with those of a node, and the job asks for 121G."]),
+    ({"everywhere": {"memory_per_gpu": "60G"}}, {"gpus_per_node": 2, "mem": "120G"}, []),
     ({"everywhere": {"memory_per_gpu": "60G"}}, {"gpus_per_node": 2, "mem": "0"}, []),
+    ({"everywhere": {"cpus_per_gpu": 7}}, {"gpus_per_node": 2, "cpus_per_task": 14}, []),
+    ({"everywhere": {"max_time": "2h", "max_nodes": 2}}, {"nodes": 2, "time": "2h"}, []),
     # the site as a whole
     ({"internet_on_compute_nodes": False}, {}, ["note: hill: compute nodes can't reach the internet; download before, and let trackers work offline."]),
     ({"architecture": "aarch64"}, {"machine": "x86_64"}, ["warning: hill: the compute nodes are aarch64 and this machine is x86_64: the ranks' Python has to be one of theirs."]),
