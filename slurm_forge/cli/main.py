@@ -22,6 +22,7 @@ from slurm_forge.cli import (
     looking,
     nodes,
     policy,
+    probe,
     running,
     sites,
     submitting,
@@ -64,6 +65,7 @@ app.command()(asking.stop)
 app.command()(asking.save)
 app.add_typer(checkpoints.app)
 app.command()(exporting.export)
+app.command()(probe.probe)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
 app.add_typer(sites.app)

@@ -14,10 +14,22 @@ from dataclasses import dataclass, replace
 
 from slurm_forge.control import protocol as p
 from slurm_forge.control.gathering import Gathering
+from slurm_forge.control.links import Connection
 from slurm_forge.control.listener import Listener, Peer
+from slurm_forge.control.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
 
-__all__ = ["Agreed", "Gone", "Hub", "HubEvent", "Joined", "MemberView", "Said", "WitnessView"]
+__all__ = [
+    "Agreed",
+    "Gone",
+    "Hub",
+    "HubEvent",
+    "Joined",
+    "MemberView",
+    "Said",
+    "Withdrawn",
+    "WitnessView",
+]
 
 _TICK_S = 0.1
 
@@ -53,7 +65,14 @@ class Agreed:
     seconds: float
 
 
-HubEvent = Joined | Gone | Said | Agreed
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A request found no target within its time and was given up on all ranks."""
+
+    request: p.Request
+
+
+HubEvent = Joined | Gone | Said | Agreed | Withdrawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +140,8 @@ class Hub(Listener[_Peer]):
         self._witnesses: dict[int, WitnessView] = {}
         self._published: dict[str, str] = {}
         self._requests: dict[int, tuple[p.Request, Gathering]] = {}
+        #: Until when requests that may be given up must have a target.
+        self._until: dict[int, float] = {}
         self._next_id = 1
         #: Why the launch is over, once it is.
         self._over: str | None = None
@@ -142,13 +163,36 @@ class Hub(Listener[_Peer]):
                 if peer.witness is not None:
                     self._send(peer, message)
 
-    def request(self, kind: p.RequestKind, reason: str) -> int:
-        """Ask all ranks to do something at the same step; the target comes as ``Agreed``."""
+    def ask_rank(self, rank: int, message: p.Message) -> None:
+        """Tell one rank itself something; what it answers comes as ``Said``."""
+        with self._lock:
+            for peer in list(self._peers.values()):
+                if peer.rank == rank:
+                    self._send(peer, message)
+
+    def connections(self) -> tuple[tuple[int, Connection], ...]:
+        """How the hub's own connections to ranks and their witnesses are, by rank."""
+        with self._lock:
+            found = []
+            for peer in self._peers.values():
+                rank = peer.rank if peer.witness is None else peer.witness
+                each = connection_of(peer.connection)
+                if rank is not None and each is not None:
+                    found.append((rank, each))
+        return tuple(found)
+
+    def request(self, kind: p.RequestKind, reason: str, *, within_s: float | None = None) -> int:
+        """Ask all ranks to do something at the same step; the target comes as ``Agreed``.
+
+        Ranks at a boundary wait for it; with ``within_s`` no longer than that: ``Withdrawn``.
+        """
         with self._lock:
             self._forget_old()
             request = p.Request(id=self._next_id, kind=kind, reason=reason)
             self._next_id += 1
             self._requests[request.id] = (request, Gathering(self.world_size, self._clock()))
+            if within_s is not None:
+                self._until[request.id] = self._clock() + within_s
             self._broadcast(request)
             return request.id
 
@@ -189,6 +233,7 @@ class Hub(Listener[_Peer]):
             target = gathering.target
             if target is not None and (target.turn, target.step) < slowest:
                 del self._requests[number]
+                self._until.pop(number, None)
 
     # -- the serving thread ----------------------------------------------------------------
 
@@ -238,7 +283,7 @@ class Hub(Listener[_Peer]):
         if isinstance(message, p.Pulse):
             view = replace(view, pulse=message)
         self._witnesses[rank] = view
-        if isinstance(message, (p.Lasted, p.Stacks)):
+        if isinstance(message, (p.Lasted, p.Stacks, p.Links, p.PortsSeen)):
             self.events.put(Said(rank, message))
 
     def _answered(self, rank: int, at: p.At, now: float) -> None:
@@ -301,13 +346,22 @@ class Hub(Listener[_Peer]):
         return member is not None and member.connected
 
     def _settle(self, now: float) -> None:
-        for request, gathering in self._requests.values():
+        for request, gathering in list(self._requests.values()):
             if gathering.target is not None:
                 continue
             target = gathering.settle(now)
-            if target is not None:
+            if target is None:
+                self._withdraw(request, gathering, now)
+            else:
                 self._broadcast(_target(request, target))
                 self.events.put(Agreed(request, target, now - gathering.asked_at))
+
+    def _withdraw(self, request: p.Request, gathering: Gathering, now: float) -> None:
+        """Give it up after its time, unless it had a target before: somebody may have acted."""
+        if gathering.round == 0 and now >= self._until.get(request.id, float("inf")):
+            del self._requests[request.id], self._until[request.id]
+            self._broadcast(p.Withdrawn(id=request.id))
+            self.events.put(Withdrawn(request))
 
     def _gone(self, peer: _Peer) -> None:
         if peer.witness is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "Target",
     "TimeLeft",
     "Welcome",
+    "Withdrawn",
 ]
 
 
@@ -62,6 +63,14 @@ class Target(Message):
     id: int
     round: int
     position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn(Message):
+    """The hub gives a request up that found no target in time: nobody waits for one any more."""
+
+    tag: ClassVar[str] = "withdrawn"
+    id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

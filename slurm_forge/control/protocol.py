@@ -21,9 +21,13 @@ from slurm_forge.control.hub_words import (
     Target,
     TimeLeft,
     Welcome,
+    Withdrawn,
 )
+from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
-from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
+from slurm_forge.control.pace_words import Paced
+from slurm_forge.control.preflight_words import PreflightReport, PreflightTried
+from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.control.rank_words import (
     At,
     Beat,
@@ -63,10 +67,17 @@ __all__ = [
     "Hello",
     "Lasted",
     "LeftOut",
+    "Links",
+    "LookAtLinks",
     "Message",
     "NotCommitted",
     "Notice",
+    "Paced",
+    "PortsSeen",
+    "PreflightReport",
+    "PreflightTried",
     "ProbeArrived",
+    "ProbeBroke",
     "ProbeDone",
     "Propose",
     "Publish",
@@ -81,6 +92,7 @@ __all__ = [
     "Through",
     "TimeLeft",
     "Welcome",
+    "Withdrawn",
     "decode",
     "encode",
     "same_nonce",
@@ -100,6 +112,7 @@ _KINDS: tuple[type[Message], ...] = (
     Request,
     At,
     Target,
+    Withdrawn,
     Publish,
     TimeLeft,
     Committed,
@@ -113,12 +126,19 @@ _KINDS: tuple[type[Message], ...] = (
     Cured,
     LeftOut,
     ProbeArrived,
+    ProbeBroke,
     ProbeDone,
+    Paced,
+    PreflightReport,
+    PreflightTried,
     Attend,
     Pulse,
     Lasted,
     TakeStacks,
     Stacks,
+    LookAtLinks,
+    Links,
+    PortsSeen,
     Abort,
 )
 
@@ -191,7 +211,7 @@ def _value(annotation: str, value: object) -> object:
                 raise TypeError("list of int")
             return tuple(_integer(part) for part in value)
         case "tuple[str, ...]":
-            if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+            if not isinstance(value, list) or not all(type(part) is str for part in value):
                 raise TypeError("list of str")
             return tuple(value)
         case "float":

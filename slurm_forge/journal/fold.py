@@ -20,6 +20,7 @@ from slurm_forge.journal.known import (
 )
 from slurm_forge.journal.state import (
     AttemptState,
+    Baseline,
     BudgetUse,
     LaunchState,
     Rollback,
@@ -216,6 +217,8 @@ def advance(state: RunState, record: Record) -> RunState:
             )
         case ev.StretchesLearned():
             return replace(state, stretches=tuple(sorted(event.seconds.items())))
+        case ev.PaceSampled():
+            return replace(state, baselines=_paced(state.baselines, event))
         case ev.ProbeMeasured():
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
@@ -238,6 +241,19 @@ def _submitted(state: RunState) -> RunState:
         return state
     # What an attempt had left open is settled by a person's own request.
     return replace(state, status=RunStatus.SUBMITTED, open_intent=None, held=None, reason="")
+
+
+def _paced(known: tuple[Baseline, ...], event: ev.PaceSampled) -> tuple[Baseline, ...]:
+    """What is usual with so many ranks: what was measured last is what it was compared with."""
+    usual = Baseline(
+        world_size=event.world_size,
+        own_s=event.usual_own_s,
+        exchange_s=event.usual_exchange_s,
+        trial_s=event.usual_trial_s,
+        latency_s=event.usual_latency_s,
+        bandwidth=event.usual_bandwidth,
+    )
+    return (*(each for each in known if each.world_size != event.world_size), usual)
 
 
 def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:

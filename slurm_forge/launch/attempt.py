@@ -29,6 +29,7 @@ from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
+from slurm_forge.recovery.preflight import thoroughness
 from slurm_forge.recovery.seats import Room
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
 from slurm_forge.site.variables import Difference
@@ -104,6 +105,7 @@ class Attempt:
                 (each.name.step for each in state.known if state.refusal(each.name) is None),
                 default=None,
             ),
+            preflight=thoroughness(self.file.job.preflight.enabled, start, state),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
         self.journal.write(
@@ -174,14 +176,18 @@ class Attempt:
     def only_warns(self, facts: LaunchFacts) -> bool:
         """Whether the ladder has nothing but a warning for it: then that is written down.
 
-        For what the launch goes on with all the same, as it may with a standstill.
+        For what the launch goes on with all the same, as it may with a standstill.  A slow node is
+        never what a run is held for, unless the job file says just that.
         """
         self._warnings += 1
         incident = classify(facts, f"{self.claim.attempt}.{self.launch}.warning{self._warnings}")
         policy = self.file.job.recovery
-        if all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
+        slow = incident.cause is Cause.STRAGGLER
+        if not slow and all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
             return False
         decision = decide(policy, self.state(), incident, in_process=True)
+        if slow and decision.action is Action.HOLD and decision.rung is None:
+            return True  # the ladder is used up
         if decision.action is not Action.WARN:
             return False
         return not self._cannot_write(

@@ -162,6 +162,7 @@ class Embedded:
             save_file=run.save_file,
             launched=None,
             only_warns=self._attempt.only_warns,
+            expected_bandwidth=file.expected_bandwidth,
         )
         if self._lifeline is not None:
             self._lifeline.await_cut(conductor.stop)

@@ -286,6 +286,7 @@ class _Supervisor:
                 save_file=attempt.run.save_file,
                 launched=launched,
                 only_warns=attempt.only_warns,
+                expected_bandwidth=file.expected_bandwidth,
             )
             self._current.begin(conductor)
             return conductor.watch()

@@ -45,6 +45,7 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     if changed:
         yield "changed", changed
     for label, lines in (
+        ("slow", status.slow),
         ("open", status.open),
         ("warning", status.warnings),
         ("next", status.next),

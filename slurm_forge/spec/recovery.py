@@ -237,6 +237,7 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.LOSS_SPIKE: _NUMERIC,
     Cause.NCCL_ERROR: _FROM_NODES,
     Cause.HANG: _WATCHED | {Action.FEWER_NODES},
+    Cause.STRAGGLER: _WATCHED,
     Cause.GPU_ERROR: _FROM_NODES,
     Cause.STORAGE: _WATCHED,
     Cause.CRASH: _PROCESS,
@@ -308,6 +309,8 @@ def _default_ladders() -> Mapping[Cause, Ladder]:
         Cause.LOSS_SPIKE: unstable,
         Cause.NCCL_ERROR: stuck,
         Cause.HANG: stuck,
+        # Nothing is wrong with what is computed: whether it is worth a start is for people to say.
+        Cause.STRAGGLER: (Rung(do=Action.WARN),),
         Cause.GPU_ERROR: (_requeue(3, exclude_node=True),),
         Cause.STORAGE: (_relaunch(1, wait_s=10), _requeue(3, wait_s=180)),
         Cause.CRASH: (_relaunch(1), _requeue(2, exclude_node=True)),
@@ -334,6 +337,7 @@ class Recovery(Section):
         "nan": "non_finite", "inf": "non_finite", "oom": "cuda_oom", "gpu_oom": "cuda_oom",
         "out_of_memory": "host_oom", "timeout": "time_limit", "preemption": "preempted",
         "spike": "loss_spike", "nccl": "nccl_error", "deadlock": "hang", "exception": "app_error",
+        "slow_node": "straggler", "slow": "straggler",
         "ceilings": "limits", "ceiling": "limits", "budget": "limits", "budgets": "limits",
     }  # fmt: skip
 
@@ -347,6 +351,7 @@ class Recovery(Section):
     loss_spike: Ladder = _ladder(Cause.LOSS_SPIKE, "The loss left its band.")
     nccl_error: Ladder = _ladder(Cause.NCCL_ERROR, "Communication between ranks failed.")
     hang: Ladder = _ladder(Cause.HANG, "No progress within the deadline.")
+    straggler: Ladder = _ladder(Cause.STRAGGLER, "A node is slower than the others, for good.")
     gpu_error: Ladder = _ladder(Cause.GPU_ERROR, "A GPU reported a fault of its hardware.")
     storage: Ladder = _ladder(Cause.STORAGE, "The file system failed or is full.")
     crash: Ladder = _ladder(Cause.CRASH, "A rank was killed by a signal.")

@@ -31,6 +31,8 @@ __all__ = ["Outcome", "Rank", "Result"]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+#: Of a probe's group, so that torch's own watchdog never comes before our verdict.
+_PROBE_DEADLINES = 20
 
 
 class Outcome(str, Enum):
@@ -92,6 +94,8 @@ class Rank:
         except LaunchOver:
             return Result(Outcome.UNWOUND, 0)
         finally:
+            if self._run is not None:
+                self._run.leave()
             if self._journal is not None:
                 self._journal.close()
             self._member.close()
@@ -150,6 +154,8 @@ class Rank:
             self._close()
 
     def _close(self) -> None:
+        if self._run is not None:
+            self._run.leave()
         if self.witnessed is not None:
             self.witnessed.end()
         if self._journal is not None:
@@ -183,6 +189,7 @@ class Rank:
         from slurm_forge.training import rng
         from slurm_forge.training.context import RankContext
         from slurm_forge.training.entry import load_entry
+        from slurm_forge.training.preflight import Preflight, wanted_of_run
         from slurm_forge.training.process_group import choose_device, join
         from slurm_forge.training.run import Run
 
@@ -191,6 +198,24 @@ class Rank:
         brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
         self._brief = brief
         take_on_plan(self._file, brief.plan)  # read when groups are made, below
+        wanted = wanted_of_run(
+            self._directory,
+            self._file,
+            place,
+            attempt=brief.attempt,
+            launch=brief.launch,
+            thoroughness=brief.preflight,
+            on_hang=bool(brief.plan.variables),
+        )
+        # Before this process touches a GPU: what it forks could use none any more.
+        Preflight(
+            member,
+            place,
+            wanted,
+            nonce=self._nonce,
+            environ=process_environ(),
+            within=spec.preflight.within,
+        ).run()
         device = choose_device(place.local_rank)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
             # Ranks that share a node's cores slow each other down by more than they gain; and a
@@ -205,6 +230,7 @@ class Rank:
             wait=_MEET_WITHIN,
             collective_timeout=_COLLECTIVE_TIMEOUT,
             own_address=preferred_address(self._file.socket_interface, self._file.host_suffix),
+            probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
         )
         met = time.time()
         journal = None

@@ -154,7 +154,8 @@ def _open(
             file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
         take_on(file)
         watchdog = file.job.watchdog
-        if watchdog.enabled:
+        # Who falls silent is looked into with the probe, too.
+        if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):
             witnessed = begin_to_be_witnessed()
         if witnessed is not None:
             witnessed.start(
@@ -166,7 +167,7 @@ def _open(
                 nonce=nonce,
                 attempt=knobs.attempt if attempt is None else attempt,
                 launch=knobs.launch or 1,
-                alone_after=watchdog.at_most if survives_abort else None,
+                alone_after=watchdog.at_most if watchdog.enabled and survives_abort else None,
             )
         hosts, port = parse_addresses(channel)
         leaving = Leaving(

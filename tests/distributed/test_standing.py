@@ -130,6 +130,33 @@ def test_after_an_exception_all_go_on_in_their_process(
 
 
 @pytest.mark.slow
+def test_of_the_probe_of_a_launch_nothing_goes_on_in_the_next_one(tmp_path: Path) -> None:
+    script = tmp_path / "counting.py"
+    script.write_text(
+        "import threading\n"
+        "from tests.jobs import train as program\n"
+        "def train(run):\n"
+        "    names = [thread.name for thread in threading.enumerate()]\n"
+        "    file = run.directory / f'threads-{run.launch}-{run.rank}'\n"
+        "    file.write_text(' '.join(sorted(names)))\n"
+        "    program(run)\n"
+    )
+    run = new_run(
+        tmp_path,
+        "probed",
+        {"misbehave": ["exception@15:rank1"], "pace": 0.1},
+        entry=f"{script}:train",
+        recovery=IN_PROCESS,
+        probe={"every": "1s", "deadline": "4s", "silence": "4s"},
+    )
+    with standing(run, 2, tmp_path) as job:
+        assert to_the_end(job)[-1] == (Start.IN_PROCESS, None)
+    for rank in (0, 1):
+        names = [(run.path / f"threads-{launch}-{rank}").read_text() for launch in (1, 2)]
+        assert [each.count("forge-probe") for each in names] == [1, 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_out_of_memory_shrinks_in_the_process(
     tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], parallel: str

@@ -36,6 +36,10 @@ IN_A_JOB = [
     ("environment: {torch: wran}", 3, 'environment.torch: unknown value "wran" (did you mean "warn"?)'),
     ("recovery: {nan: []}", 3, 'recovery.nan: unknown key (did you mean "non_finite"?)'),
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
+    ("preflight: false", 3, 'preflight: to switch it off, write "preflight: {enabled: false}"'),
+    ("preflight: {timeout: 10s}", 3, 'preflight.timeout: unknown key (did you mean "within"?)'),
+    ("inject: [bad_node@12]", 3, 'inject[0]: "bad_node@12": say where: bad_node:rank1, or bad_node:host=n2'),
+    ("inject: ['nan@12:host=n2']", 3, 'inject[0]: "nan@12:host=n2": host= is for bad_node, bad_link and bad_sum; others strike a rank'),
     # types
     ("resources:\n  nodes: two", 4, 'resources.nodes: expected a whole number, got "two"'),
     ("resources:\n  nodes: 1.5", 4, "resources.nodes: expected a whole number, got 1.5"),
@@ -122,6 +126,9 @@ IN_A_JOB = [
     ("watchdog: {at_least: 20m}", 3, "watchdog: at_least (20m) is longer than at_most (10m): raise at_most too"),
     ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are no values here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
+    ("probe: {straggler: 0.9}", 3, "probe.straggler: expected more than 1, got 0.9"),
+    ("probe: {stragglers: 2}", 3, 'probe.stragglers: unknown key (did you mean "straggler"?)'),
+    ("recovery: {straggler: [{do: rollback, times: 1}]}", 3, 'recovery.straggler[0].do: "rollback" does nothing about straggler (try: warn, relaunch, requeue, hold)'),
     ("probe: {enabled: 1}", 3, "probe.enabled: expected true or false, got 1"),
 ]  # fmt: skip
 

@@ -26,7 +26,8 @@ def test_defaults_end_in_hold_unless_the_job_was_only_interrupted() -> None:
     endless = {
         cause for cause in Cause for rung in default_recovery().ladder(cause) if rung.times is None
     }
-    assert endless == {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE}
+    told_only = {Cause.STRAGGLER}  # nothing but a warning
+    assert endless - told_only == {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE}
 
 
 def test_the_default_ladders() -> None:
