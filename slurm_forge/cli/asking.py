@@ -95,7 +95,7 @@ def requeue(
             f"{found.name} was started on this machine, not by Slurm ({job})",
             next_step="Go on with it here: slurm-forge run and its job file.",
         )
-    chosen = site_places().load(site or file.site).site
+    chosen = site_places().load(site or file.site_file or file.site).site
     slurm = SubprocessSlurm.of_this_process()
     out = left_out_now(slurm, changed(file.job, asked), chosen)
     brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude, asked=asked)

@@ -153,6 +153,7 @@ def execute(
             runs=runs_folder(runs).absolute(),
             site=site.site,
             folder=Path.cwd(),
+            partition=None if environment is None else environment.partition,
         )
     except (ForgeError, OSError) as error:
         fail(error, "nothing was started.")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli import sites_check
+
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces
 
@@ -72,6 +74,10 @@ class SiteShown:
     because: str
     values: tuple[ValueShown, ...]
     unknown: tuple[str, ...]
+
+
+app.command()(sites_check.check)
+app.command()(sites_check.schema)
 
 
 @app.command("list")
@@ -187,7 +193,7 @@ def _values(loaded: LoadedSite) -> tuple[ValueShown, ...]:
             here[f"env.always.{each.name}"] = f"(your environment has {each.found}, which wins)"
     return tuple(
         ValueShown(key=each.key, value=each.value, line=each.line, here=here.get(each.key, ""))
-        for each in values_of(loaded.site, loaded.document)
+        for each in values_of(loaded.site, loaded.document, loaded.cluster)
     )
 
 

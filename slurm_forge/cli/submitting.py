@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +52,7 @@ class _Chosen:
     default_partition: str | None
     cluster: str | None = None
     partitions: tuple[PartitionRecord, ...] = ()
+    named_file: str | None = None
 
 
 def submit(
@@ -103,17 +105,21 @@ def _submit(
 ) -> tuple[Submission, str]:
     from slurm_forge.cli.left_out import left_out
     from slurm_forge.cli.places import reference, runs_folder
-    from slurm_forge.cli.preparing import check, make
+    from slurm_forge.cli.preparing import check, make, place_of, refuse
     from slurm_forge.cli.rehearsing import rehearsed
+    from slurm_forge.launch.script import asked_options
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.launch.variables import warnings
     from slurm_forge.report.outlook import outlook
+    from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
 
     checked = check(path)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, need_slurm=True)
+    place = RunDirectory.at(runs_folder(runs) / checked.job.name)
+    refuse(checked, chosen.site, place)
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
@@ -124,13 +130,16 @@ def _submit(
             chosen.site,
             default_partition=chosen.default_partition,
             storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
+            machine=os.uname().machine,
+            options=asked_options(checked.job, chosen.site, place),
+            where=place_of(checked),
         ),
         *out.notes,
     )
     if not quiet:
         for note in notes:
             typer.echo(note)
-    run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+    run, file = make(checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file)
     job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
     submission = Submission(
         run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
@@ -169,7 +178,9 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     try:
         checked = check(job)
         chosen = _choose(site, SubprocessSlurm.of_this_process(), need_slurm=False)
-        run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+        run, file = make(
+            checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file
+        )
         notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
         text = script_of(file, chosen.site, run)
         keep_script(run, text)
@@ -208,7 +219,8 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         if need_slurm:
             raise
         loaded = places.load(wanted)
-        return _Chosen(loaded.site, loaded.because, None)
+        named = places.named_file(wanted)
+        return _Chosen(loaded.site, loaded.because, None, named_file=named)
     loaded = places.load(wanted, cluster_name=config.cluster_name)
     default = next((one.name for one in partitions if one.is_default), None)
     return _Chosen(
@@ -217,4 +229,5 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         default_partition=default,
         cluster=config.cluster_name,
         partitions=partitions,
+        named_file=places.named_file(wanted),
     )
