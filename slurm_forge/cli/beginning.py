@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from slurm_forge.cli.completing import site_names
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slurm_forge.cli.first_files import FirstFiles, Wishes
 
 __all__ = ["init"]
@@ -146,7 +148,7 @@ def _asked(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) ->
 
 
 def _one(
-    wishes: Wishes, key: str, question: str, default: str, read: type[str] | type[int] | type[Way]
+    wishes: Wishes, key: str, question: str, default: str, read: Callable[[str], object]
 ) -> Wishes:
     from slurm_forge.cli.first_files import first_files
     from slurm_forge.errors import ForgeError
@@ -156,7 +158,7 @@ def _one(
         if not answer:
             return wishes
         try:
-            changed = replace(wishes, **{key: read(answer)})
+            changed = replace(wishes, **{key: cast(Any, read(answer))})
             first_files(changed, templates=_templates())
         except (ForgeError, ValueError) as error:
             typer.echo(f"  {error}" if isinstance(error, ForgeError) else f"  not {answer!r}")
