@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def _job(wishes: Wishes) -> JobSpec:
     if wishes.way in (Way.EXEC, Way.ATTACH):
         data["command"] = _words(wishes.command)
     else:
-        data["entry"] = wishes.entry or f"{_PROGRAM}:train"
+        data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
     if wishes.template is not None and "template" in JobSpec.model_fields:
         data["template"] = wishes.template
     try:
@@ -297,6 +298,11 @@ def _directives(job: JobSpec) -> tuple[str, ...]:
 
 
 def _rendered(template: str, values: Mapping[str, Any]) -> str:
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_STARTERS),
         undefined=jinja2.StrictUndefined,
@@ -304,7 +310,7 @@ def _rendered(template: str, values: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters.update(yaml=_yaml, words=_yaml_words, py=repr, sh=shlex.quote)
-    return environment.get_template(template).render(values)
+    return environment
 
 
 def _yaml(value: object) -> str:

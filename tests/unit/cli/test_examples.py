@@ -61,7 +61,7 @@ def test_every_example_can_be_typed(verb: str) -> None:
 
 @pytest.mark.parametrize("line", ["slurm-forge status --folow x", "slurm-forge policy test a.yaml"])
 def test_a_wrong_line_does_not_pass(line: str) -> None:
-    with pytest.raises(Exception, match="--folow|cause"):
+    with pytest.raises(Exception, match=r"--folow|cause"):
         parse(words_for_us(line))
 
 
