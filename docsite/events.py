@@ -29,12 +29,12 @@ def journal() -> list[str]:
     return lines
 
 
-def _kind(event: type) -> str:
+def _kind(event: Any) -> str:
     (found,) = (each.default for each in dataclasses.fields(event) if each.name == "kind")
     return str(found)
 
 
-def _section(kind: type) -> Iterator[str]:
+def _section(kind: Any) -> Iterator[str]:
     yield paragraph(inspect.cleandoc(kind.__doc__ or ""))
     if issubclass(kind, Enum):
         yield ""
@@ -60,7 +60,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         value = field.default
         return default_words(getattr(value, "value", value) if value != () else None)
-    return "–" if field.default_factory is not dataclasses.MISSING else "always there"
+    return "-" if field.default_factory is not dataclasses.MISSING else "always there"
 
 
 def _values() -> list[type]:

@@ -1,7 +1,7 @@
 """The generated pages, and the generated parts of pages that people write.
 
-    python -m docsite.pages            write what is not current
-    python -m docsite.pages --check    exit status 1 where something is not
+python -m docsite.pages            write what is not current
+python -m docsite.pages --check    exit status 1 where something is not
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 _NOTE = "<!-- Made by scripts/reference: change the code that it is made of. -->"
 _BEGIN = "<!-- scripts/reference: {} -->"
 _END = "<!-- end -->"
+_HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
+_FENCES = re.DOTALL | re.MULTILINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def missing(docs: Path = DOCS) -> list[str]:
 
 def title_of(file: Path) -> str:
     """The first heading of a page; ``LookupError`` where it has none."""
-    found = re.search(r"^# (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    found = _HEADING.search(file.read_text(encoding="utf-8"))
     if found is None:
         raise LookupError(f"{file} has no heading: begin it with one, # Like this")
     return found[1].strip()
@@ -105,12 +107,12 @@ def title_of(file: Path) -> str:
 
 def first_paragraph(file: Path) -> str:
     """The first sentence below the heading, as plain words; empty where there is no prose."""
-    text = file.read_text(encoding="utf-8").split("\n# ", 1)[-1].split("\n", 1)[-1]
-    for block in re.split(r"\n\s*\n", text):
+    _, _, text = _HEADING.split(file.read_text(encoding="utf-8"), maxsplit=1)
+    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=_FENCES)):
         plain = " ".join(block.split())
-        if plain and plain[0] not in "<|`#*$-" and not block.startswith("    "):
+        if plain and plain[0] not in "<|#*-" and not block.startswith("    "):
             plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-            return re.split(r"(?<=[.:;]) ", plain)[0].rstrip(":;")
+            return re.split(r"(?<=\.) ", plain)[0].rstrip(".:;")
     return ""
 
 
@@ -153,8 +155,10 @@ def _map(docs: Path) -> list[str]:
     made = {f"reference/{name}.md" for name in _REFERENCE}
     lines = []
     for folder in [*_FOLDERS, *sorted(known - set(_FOLDERS))]:
+        # Of measurements the titles say enough.
+        said = folder != "results"
         below = [file for file in found if str(file.parent).lstrip(".") == folder]
-        rows = [_row(docs, file) for file in below if file != Path("index.md")]
+        rows = [_row(docs, file, said=said) for file in below if file != Path("index.md")]
         if folder == "reference":
             rows = [_REFERENCE_ROW.format(name, _REFERENCE[name]) for name in _REFERENCE]
             rows += [_row(docs, file) for file in below if file.as_posix() not in made]
@@ -174,9 +178,9 @@ _REFERENCE = {
 _REFERENCE_ROW = "* [{1}](reference/{0}.md)"
 
 
-def _row(docs: Path, file: Path) -> str:
-    said = first_paragraph(docs / file)
-    return f"* [{title_of(docs / file)}]({file.as_posix()})" + (f": {said}" if said else "")
+def _row(docs: Path, file: Path, *, said: bool = True) -> str:
+    words = first_paragraph(docs / file) if said else ""
+    return f"* [{title_of(docs / file)}]({file.as_posix()})" + (f": {words}" if words else "")
 
 
 def main() -> None:

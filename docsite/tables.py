@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["code", "default_words", "paragraph", "table", "type_words"]
 
-_NONE = "–"
+_NONE = "-"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

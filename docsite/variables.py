@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from typing import Any
 
 from docsite.tables import code, paragraph, table
 from slurm_forge.knobs import Knobs
@@ -43,7 +44,7 @@ def _named() -> dict[str, str]:
     plain = set(Knobs().to_environ().items())
     found = {}
     for field in dataclasses.fields(Knobs):
-        value = {"int": 7, "float": 7.5, "bool": True}.get(str(field.type).split(" ")[0], "seven")
+        value: Any = {"int": 7, "float": 7.5, "bool": True}.get(str(field.type).split()[0], "seven")
         changed = set(dataclasses.replace(Knobs(), **{field.name: value}).to_environ().items())
         names = [name for name, _ in changed - plain]
         if len(names) == 1:
