@@ -9,11 +9,12 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["Mark", "Marks", "What", "read_marks", "script_line"]
+__all__ = ["Mark", "Marks", "What", "earliest", "read_marks", "script_line"]
 
 _NAME = "marks.jsonl"
 
@@ -72,6 +73,14 @@ def read_marks(folder: Path) -> list[Mark]:
     path = folder / _NAME
     lines = path.read_text().splitlines() if path.exists() else []
     return [_mark(*json.loads(line)) for line in lines]
+
+
+def earliest(marks: Iterable[Mark], what: What) -> Mark:
+    """The first of a kind; ``ValueError`` where there is none."""
+    found = min((m for m in marks if m.what is what), key=lambda m: m.time, default=None)
+    if found is None:
+        raise ValueError(f"nothing marked {what.value!r}")
+    return found
 
 
 def _mark(what: str, at: float, step: int, start: int, launch: int, cpu: float) -> Mark:

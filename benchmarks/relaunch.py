@@ -11,22 +11,21 @@ cluster is booted, which needs root and Slurm's packages.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import Mark, What, read_marks
-from benchmarks.restart_jobs import clients_of
-from benchmarks.tables import Machine, Spread, paired_ratio, spread, table, write_json
+from benchmarks.marks import Mark, What, earliest, read_marks
+from benchmarks.restart_jobs import clients_of, cluster_in
+from benchmarks.tables import Machine, cell, paired_ratio, plain, spread, table, write_json
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Record, read_journal
 from slurm_forge.journal import events as ev
@@ -197,9 +196,9 @@ def _read(folder: Path, run: RunDirectory, killed: float, attempt: int, launch: 
         started=here.time,
         imported=imported,
         met=imported + back.event.rendezvous_s,
-        built=_time_of(marks, What.BUILT),
+        built=earliest(marks, What.BUILT).time,
         loaded=back.time,
-        stepped=_time_of(marks, What.STEP),
+        stepped=earliest(marks, What.STEP).time,
         load_average=os.getloadavg()[0],
     )
 
@@ -209,27 +208,14 @@ def _first(records: Sequence[Record], kind: type, wanted: Callable[[Record], boo
     return min(found, key=lambda record: record.time)
 
 
-def _time_of(marks: Sequence[Mark], what: What) -> float:
-    return min(mark.time for mark in marks if mark.what is what)
-
-
 # -- the command line ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _cluster(directory: Path | None, work: Path) -> Iterator[SlurmCluster]:
-    if directory is not None:
-        yield SlurmCluster.attach(directory)
-        return
-    with SlurmCluster(work / "c") as booted:
-        yield booted
 
 
 def report(found: Mapping[Way, Sequence[Comeback]]) -> str:
     """The table, and what the goals are about."""
     ways = list(found)
     rows = [
-        (title, *(_cell(spread(of(each) for each in found[way])) for way in ways))
+        (title, *(cell(spread(of(each) for each in found[way])) for way in ways))
         for _, title, of in METRICS
     ]
     lines = [table(("seconds: median (least-most)", *(way.value for way in ways)), rows), ""]
@@ -247,14 +233,10 @@ def report(found: Mapping[Way, Sequence[Comeback]]) -> str:
                 [c.built - c.started for c in against[:pairs]],
             )
             lines.append(
-                f"warm as a share of {other.value}: whole {_cell(whole)}, start to model built "
-                f"{_cell(fresh)}"
+                f"warm as a share of {other.value}: whole {cell(whole)}, start to model built "
+                f"{cell(fresh)}"
             )
     return "\n".join(lines)
-
-
-def _cell(values: Spread | None) -> str | None:
-    return None if values is None else values.text()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -276,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work.chmod(0o755)
     print(f"logs, kept if something fails: {work}", flush=True)
     found: dict[Way, list[Comeback]] = {}
-    with _cluster(given.dir, work) as cluster, clients_of(cluster):
+    with cluster_in(given.dir, work) as cluster, clients_of(cluster):
         cluster.reset()
         # Killed so often, a node would be left out, and the run with it go back into the queue.
         os.environ["SLURM_FORGE_NODES"] = "off"
@@ -298,17 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(found))
     ways_found = {
         way.value: {
-            "seconds": {key: _plain(spread(of(c) for c in each)) for key, _, of in METRICS},
+            "seconds": {key: plain(spread(of(c) for c in each)) for key, _, of in METRICS},
             "rounds": [asdict(c) for c in each],
         }
         for way, each in found.items()
     }
     write_json(given.json, {"machine": asdict(machine), "ways": ways_found})
     shutil.rmtree(work, ignore_errors=True)
-
-
-def _plain(values: Spread | None) -> dict[str, Any] | None:
-    return None if values is None else asdict(values)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ without it one is booted, which needs root and Slurm's packages.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from benchmarks.restart_jobs import (
     Started,
     Way,
     clients_of,
+    cluster_in,
     submit,
     submit_with_faults,
 )
@@ -153,15 +153,6 @@ def _contract(cluster: SlurmCluster) -> str:
 # -- the command line ---------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _cluster(directory: Path | None, work: Path) -> Iterator[SlurmCluster]:
-    if directory is not None:
-        yield SlurmCluster.attach(directory)
-        return
-    with SlurmCluster(work / "c") as booted:
-        yield booted
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(
@@ -199,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"logs, kept if something fails: {work}", flush=True)
     found: dict[Way, list[Timeline]] = {}
     relaunches: list[Relaunch] = []
-    with _cluster(given.dir, work) as cluster, clients_of(cluster):
+    with cluster_in(given.dir, work) as cluster, clients_of(cluster):
         cluster.reset()
         bench = Bench(cluster, settings, work)
         found |= measure_ways(bench, [w for w in ways if not w.signalled], given.rounds)

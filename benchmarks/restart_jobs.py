@@ -30,6 +30,7 @@ __all__ = [
     "Started",
     "Way",
     "clients_of",
+    "cluster_in",
     "submit",
     "submit_with_faults",
 ]
@@ -101,6 +102,16 @@ class Started:
         """The ends of all logs, for the report of a failure."""
         logs = sorted(self.folder.rglob("*.out")) + sorted(self.folder.rglob("*.err"))
         return "\n".join(f"--- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in logs)
+
+
+@contextlib.contextmanager
+def cluster_in(directory: Path | None, work: Path) -> Iterator[SlurmCluster]:
+    """The cluster that is up in ``directory``, else one that is booted for us below ``work``."""
+    if directory is not None:
+        yield SlurmCluster.attach(directory)
+        return
+    with SlurmCluster(work / "c") as booted:
+        yield booted
 
 
 @contextlib.contextmanager

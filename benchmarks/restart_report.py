@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.restart_jobs import Way
 from benchmarks.restart_timeline import Relaunch, Timeline
-from benchmarks.tables import Spread, paired_ratio, spread, table
+from benchmarks.tables import Spread, cell, paired_ratio, plain, spread, table
 
 __all__ = ["print_relaunches", "print_ways", "relaunches_as_json", "ways_as_json"]
 
@@ -68,12 +68,12 @@ def print_ways(found: dict[Way, list[Timeline]]) -> None:
     """One column per way, and the ratios to the first."""
     ways = list(found)
     rows = [
-        (m.title, *(_cell(spread(m.of(t) for t in found[way]), m.digits) for way in ways))
+        (m.title, *(cell(spread(m.of(t) for t in found[way]), m.digits) for way in ways))
         for m in METRICS
     ]
     print(table(("seconds: median (least-most)", *(way.value for way in ways)), rows))
     ratios = [
-        (m.title, *(_cell(_ratio(m, found[way], found[ways[0]]), 2) for way in ways[1:]))
+        (m.title, *(cell(_ratio(m, found[way], found[ways[0]]), 2) for way in ways[1:]))
         for m in METRICS
         if m.key in COMPARED
     ]
@@ -86,13 +86,9 @@ def _ratio(metric: Metric, these: list[Timeline], those: list[Timeline]) -> Spre
     return paired_ratio([metric.of(t) for t in these], [metric.of(t) for t in those])
 
 
-def _cell(values: Spread | None, digits: int) -> str | None:
-    return None if values is None else values.text(digits)
-
-
 def print_relaunches(found: list[Relaunch], requeues: list[Timeline]) -> None:
     """The relaunch in the allocation, and how much shorter it is than coming back by requeue."""
-    rows = [(title, _cell(spread(of(r) for r in found), 2)) for _, title, of in RELAUNCH_METRICS]
+    rows = [(title, cell(spread(of(r) for r in found), 2)) for _, title, of in RELAUNCH_METRICS]
     print(table(("seconds: median (least-most)", "relaunch"), rows))
     relaunched = spread(r.stepped - r.fault for r in found)
     requeued = spread(t.stepped - t.sent for t in requeues)
@@ -105,7 +101,7 @@ def ways_as_json(found: Mapping[Way, list[Timeline]]) -> dict[str, Any]:
     """Every moment of every round, beside what they come to."""
     return {
         way.value: {
-            "seconds": {m.key: _plain(spread(m.of(t) for t in rounds)) for m in METRICS},
+            "seconds": {m.key: plain(spread(m.of(t) for t in rounds)) for m in METRICS},
             "rounds": [asdict(t) for t in rounds],
         }
         for way, rounds in found.items()
@@ -115,10 +111,6 @@ def ways_as_json(found: Mapping[Way, list[Timeline]]) -> dict[str, Any]:
 def relaunches_as_json(found: list[Relaunch]) -> dict[str, Any]:
     """The same for the relaunches."""
     return {
-        "seconds": {key: _plain(spread(of(r) for r in found)) for key, _, of in RELAUNCH_METRICS},
+        "seconds": {key: plain(spread(of(r) for r in found)) for key, _, of in RELAUNCH_METRICS},
         "rounds": [asdict(r) for r in found],
     }
-
-
-def _plain(values: Spread | None) -> dict[str, Any] | None:
-    return None if values is None else asdict(values)

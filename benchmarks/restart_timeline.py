@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.marks import Mark, What, read_marks
+from benchmarks.marks import Mark, What, earliest, read_marks
 from slurm_forge.journal import Record, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
@@ -108,11 +108,11 @@ def read_timeline(
         saved=asked_for.saved,
         asked=asked_for.asked,
         queued=queued,
-        script=_of(again, What.SCRIPT).time,
+        script=earliest(again, What.SCRIPT).time,
         launched=own.launched,
         imported=own.imported,
         met=own.met,
-        built=_of(again, What.BUILT).time,
+        built=earliest(again, What.BUILT).time,
         loaded=own.loaded,
         stepped=after[0].time,
         last_step=last.time,
@@ -131,14 +131,14 @@ def read_relaunch(marks_in: Path, run: RunDirectory, launch: int, load_average: 
     records, _ = read_journal(run)
     ended = _first(records, ev.LaunchEnded, lambda r: r.launch == launch - 1)
     assert own.launched is not None and ended is not None
-    stepped = _of([m for m in marks if m.launch == launch], What.STEP)
+    stepped = earliest([m for m in marks if m.launch == launch], What.STEP)
     return Relaunch(
-        fault=_of([m for m in marks if m.launch == launch - 1], What.FAULT).time,
+        fault=earliest([m for m in marks if m.launch == launch - 1], What.FAULT).time,
         ended=ended.time,
         launched=own.launched,
         imported=own.imported,
         met=own.met,
-        built=_of([m for m in marks if m.launch == launch], What.BUILT).time,
+        built=earliest([m for m in marks if m.launch == launch], What.BUILT).time,
         loaded=own.loaded,
         stepped=stepped.time,
         cpu=stepped.cpu,
@@ -180,8 +180,8 @@ def _forge_moments(run: RunDirectory, attempt: int, launch: int = 1) -> _Start:
 
 
 def _stock_moments(again: list[Mark]) -> _Start:
-    imported, met = _of(again, What.IMPORTED).time, _of(again, What.MET).time
-    return _Start(None, imported, met, _of(again, What.LOADED).time)
+    imported, met = earliest(again, What.IMPORTED).time, earliest(again, What.MET).time
+    return _Start(None, imported, met, earliest(again, What.LOADED).time)
 
 
 def _forge_notice(run: RunDirectory, sent: float) -> _Notice:
@@ -246,10 +246,3 @@ def _first(
 ) -> Record | None:
     found = (r for r in records if isinstance(r.event, kind) and wanted(r))
     return min(found, key=lambda r: r.time, default=None)
-
-
-def _of(marks: Iterable[Mark], what: What) -> Mark:
-    found = min((m for m in marks if m.what is what), key=lambda m: m.time, default=None)
-    if found is None:
-        raise ValueError(f"nothing marked {what.value!r}")
-    return found

@@ -8,11 +8,21 @@ import platform
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Machine", "Section", "Spread", "paired_ratio", "spread", "table", "write_json"]
+__all__ = [
+    "Machine",
+    "Section",
+    "Spread",
+    "cell",
+    "paired_ratio",
+    "plain",
+    "spread",
+    "table",
+    "write_json",
+]
 
 _NOTHING = "-"
 
@@ -47,14 +57,24 @@ def paired_ratio(
     return spread(a / b for a, b in pairs if a is not None and b is not None and b > 0)
 
 
+def cell(values: Spread | None, digits: int = 2) -> str | None:
+    """For a table, which shows a dash where there is nothing."""
+    return None if values is None else values.text(digits)
+
+
+def plain(values: Spread | None) -> dict[str, Any] | None:
+    """For a file of JSON."""
+    return None if values is None else asdict(values)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
     """Columns that line up: the first to the left, the others to the right."""
-    lines = [list(header), *([cell or _NOTHING for cell in row] for row in rows)]
+    lines = [list(header), *([each or _NOTHING for each in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     text = []
     for line in lines:
         cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        cells += [each.rjust(width) for each, width in zip(line[1:], widths[1:], strict=True)]
         text.append("  ".join(cells).rstrip())
     text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(text)

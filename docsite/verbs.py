@@ -41,7 +41,9 @@ def _below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 def _section(name: str, command: Any) -> Iterator[str]:
     context = typer.Context(command)
     arguments = [each for each in command.params if each.param_type_name == "argument"]
-    options = [each for each in command.params if each.param_type_name != "argument"]
+    options = [
+        each for each in command.params if each.param_type_name != "argument" and not each.hidden
+    ]
     words = [_usage(each) for each in arguments]
     yield "```"
     yield " ".join(["slurm-forge", name, "[OPTIONS]", *words])

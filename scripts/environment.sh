@@ -6,6 +6,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${FORGE_VENV:-$PWD/.venv}"
 py="$venv/bin/python"
+# Thousands of interpreters are started: where nothing compiled may be kept, each of them, and
+# pytest for its assertions, would compile everything anew.
+unset PYTHONDONTWRITEBYTECODE
 
 need_venv() {
     [ -x "$py" ] && return

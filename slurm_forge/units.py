@@ -13,9 +13,11 @@ from decimal import Decimal
 __all__ = [
     "KIB",
     "MIB",
+    "format_bandwidth",
     "format_duration",
     "format_memory",
     "format_slurm_duration",
+    "parse_bandwidth",
     "parse_duration",
     "parse_memory",
     "parse_slurm_duration",
@@ -46,6 +48,13 @@ _UNIT_STEPS = re.compile(
 _MEMORY = re.compile(r"(?P<number>[0-9]{1,15}(?:\.[0-9]{1,9})?)(?P<unit>[KMGTP]?)", re.IGNORECASE)
 _MEMORY_LONG = re.compile(r"([0-9.]+) ?([KMGTP])i?B", re.IGNORECASE)
 _MEMORY_UNITS = {"K": KIB, "M": MIB, "G": 1024**3, "T": 1024**4, "P": 1024**5}
+#: Decimal, as networks are sold and as nccl-tests prints; capitals count: b is a bit.
+_BANDWIDTH = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?) ?(?P<unit>[MGT](?:B|bit)/s)")
+_BANDWIDTH_UNITS = {
+    f"{prefix}{unit}/s": size // bits
+    for prefix, size in (("M", 10**6), ("G", 10**9), ("T", 10**12))
+    for unit, bits in (("B", 1), ("bit", 8))
+}
 _MICROSECONDS = {"days": 86_400_000_000, "hours": 3_600_000_000, "minutes": 60_000_000}
 
 
@@ -156,6 +165,38 @@ def format_memory(size: int) -> str:
             return f"{kib}{unit}"
         kib //= 1024
     raise AssertionError("the loop ends at G")
+
+
+def parse_bandwidth(value: object) -> int:
+    """Bytes per second in ``180 GB/s``, ``1.2 TB/s`` or ``400 Gbit/s``; units are powers of 1000.
+
+    Raises ``ValueError`` for anything else, also for a bare number.
+    """
+    match = _BANDWIDTH.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            f'{_shown(value)} is not a bandwidth; write it like "180 GB/s" or "400 Gbit/s"'
+        )
+    found = int(Decimal(match["number"]) * _BANDWIDTH_UNITS[match["unit"]])
+    if not found:
+        raise ValueError(f"{_shown(value)} is no bandwidth; leave it out where it is not known")
+    return found
+
+
+def format_bandwidth(value: float) -> str:
+    """Text of bytes per second that ``parse_bandwidth`` reads back, exact for whole bytes."""
+    whole = round(value)
+    for unit in ("TB/s", "GB/s"):
+        if whole >= _BANDWIDTH_UNITS[unit]:
+            break
+    else:
+        unit = "MB/s"
+    number = Decimal(whole) / _BANDWIDTH_UNITS[unit]
+    # Never with an exponent; twelve digits behind the point would be more than is read back.
+    if number != round(number, 9):
+        unit, number = "MB/s", Decimal(whole) / _BANDWIDTH_UNITS["MB/s"]
+    text = f"{number:f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
 def _total(match: re.Match[str]) -> timedelta:

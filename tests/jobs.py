@@ -82,7 +82,7 @@ def train(run: forge.Run) -> None:
     """``args``: steps, parallel, global_batch, micro_batch, workers, pace (s per step; later_pace
     after the first start), faults, misbehave, record (the folder for what was trained on, instead
     of the run's), eval_every, eval_pace, long_step (a step that takes ``long_seconds``, in the
-    first attempt only, or with long_always in each)."""
+    first attempt only, or with long_always in each), variables (whose values are written down)."""
     args = run.args
     first_start = run.attempt == 1 and run.launch == 1
     pace = args.get("pace", 0.0)
@@ -92,6 +92,7 @@ def train(run: forge.Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=25, gamma=0.9)
     run.register(model=model, optimizer=optimizer, scheduler=scheduler)
+    _tell_variables(run)
     faults = Faults(args.get("faults", ()))
     record = _Record(run)
 
@@ -120,6 +121,18 @@ def train(run: forge.Run) -> None:
         misbehave(args.get("misbehave", ()), step=step, rank=run.rank, folder=run.directory)
         run.train_step(batch, compute_loss, max_norm=1.0)
         record.write(step, batch.sample_ids)
+
+
+def _tell_variables(run: forge.Run) -> None:
+    names = run.args.get("variables", ())
+    if names:
+        file = run.directory / f"variables-a{run.attempt}-l{run.launch}-r{run.rank}.json"
+        file.write_text(json.dumps({name: os.environ.get(name) for name in names}))
+
+
+def told_variables(run: Path, rank: int) -> list[dict[str, str | None]]:
+    """What a rank had in its environment, launch by launch."""
+    return [json.loads(file.read_text()) for file in sorted(run.glob(f"variables-*-r{rank}.json"))]
 
 
 def misbehave(texts: Iterable[str], *, step: int, rank: int, folder: Path) -> None:

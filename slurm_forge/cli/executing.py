@@ -148,11 +148,16 @@ def execute(
             lead=lead,
         )
         _refuse_missing(checked.command or (), runs_folder(runs) / checked.name)
-        site = site_places()
+        places = site_places()
+        site = (
+            places.load(GENERIC)
+            if environment is None
+            else places.load(cluster_name=environment.cluster_name)
+        )
         run, _ = open_run(
             checked,
             runs=runs_folder(runs).absolute(),
-            site=(site.load(None) if environment else site.load(GENERIC)).site,
+            site=site.site,
             folder=Path.cwd(),
         )
     except (ForgeError, OSError) as error:

@@ -23,7 +23,9 @@ from slurm_forge.cli import (
     looking,
     nodes,
     policy,
+    probe,
     running,
+    sites,
     submitting,
     watch,
 )
@@ -65,8 +67,10 @@ app.command()(asking.stop)
 app.command()(asking.save)
 app.add_typer(checkpoints.app)
 app.command()(exporting.export)
+app.command()(probe.probe)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
+app.add_typer(sites.app)
 
 
 def _version(wanted: bool) -> None:

@@ -58,6 +58,12 @@ def test(
     micro_batch: Annotated[
         int, typer.Option(metavar="N", min=1, max=_MOST, help="Samples of one forward pass.")
     ] = 8,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            "--site", metavar="NAME|FILE", help="Site, for its variables (SLURM_FORGE_SITE)."
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="For programs: the keys stay as they are.")
     ] = False,
@@ -72,21 +78,29 @@ def test(
       slurm-forge policy test train.yaml --cause non_finite --at 1200 --repeat 3
     """
     from slurm_forge.cli.failing import fail
+    from slurm_forge.cli.places import site_places
     from slurm_forge.errors import ForgeError
     from slurm_forge.recovery.rehearsal import Assumed, rehearse
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.policy_text import policy_test, policy_text
+    from slurm_forge.site.variables import effective
+    from slurm_forge.slurm.environment import process_environ
     from slurm_forge.spec import load_job
 
     try:
         meant = _cause(cause)
         spec = load_job(job)
+        places = site_places()
+        known = None if site is None and places.knob is None else places.load(site).site
     except (ForgeError, OSError) as error:
         fail(error)
     assumed = Assumed(
         every_steps=every_steps or spec.checkpoint.every_steps or _DEFAULT_EVERY,
         global_batch=global_batch,
         micro_batch=micro_batch,
+        on_hang=()
+        if known is None
+        else effective(known.env.on_hang, known.env.always, process_environ(), spec.env),
     )
     found = rehearse(spec, meant, at=at, repeat=repeat, assumed=assumed)
     typer.echo(to_json(policy_test(spec, found)) if json else policy_text(spec, found), nl=json)

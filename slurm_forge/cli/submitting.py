@@ -114,6 +114,7 @@ def _submit(
     from slurm_forge.cli.preparing import check, make
     from slurm_forge.cli.rehearsing import rehearsed
     from slurm_forge.launch.submission import submit_script
+    from slurm_forge.launch.variables import warnings
     from slurm_forge.report.outlook import outlook
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
@@ -125,6 +126,7 @@ def _submit(
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
         *checked.doubts,
+        *warnings(checked.job, chosen.site, process_environ()),
         *outlook(
             checked.job,
             chosen.site,
@@ -171,12 +173,15 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     from slurm_forge.cli.preparing import check, keep_script, make
     from slurm_forge.errors import ForgeError
     from slurm_forge.launch.script import render as script_of
+    from slurm_forge.launch.variables import warnings
     from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.slurm.environment import process_environ
 
     try:
         checked = check(job)
         chosen = _choose(site, SubprocessSlurm.of_this_process(), need_slurm=False)
         run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+        notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
         text = script_of(file, chosen.site, run)
         keep_script(run, text)
     except (ForgeError, OSError) as error:
@@ -189,11 +194,11 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
             path=str(run.path),
             site=chosen.site.name,
             script=text,
-            notes=checked.doubts,
+            notes=notes,
         )
         typer.echo(to_json(rendering))
         return
-    for doubt in checked.doubts:
+    for doubt in notes:
         typer.echo(doubt, err=True)
     typer.echo(f"run: {run.path} (site {chosen.site.name}: {chosen.because})", err=True)
     typer.echo(text, nl=False)

@@ -61,7 +61,9 @@ class Ready(Message):
 class Begin(Message):
     """Start the rank of a launch: its control channel, and when the launch was begun (epoch).
 
-    ``in_process``: a worker that has unwound may go on instead of a new one.
+    ``in_process``: a worker that has unwound may go on instead of a new one.  ``variables``
+    (``NAME=value``) are what the agent's own environment lacks, ``without`` the names that it has
+    too many.
     """
 
     tag: ClassVar[str] = "begin"
@@ -71,6 +73,8 @@ class Begin(Message):
     nonce: str
     started: float
     in_process: bool
+    variables: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 
-from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
+from slurm_forge.control.preflight_words import Thoroughness
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow, Variable
 
 __all__ = ["BRIEF_KEY", "LaunchBrief"]
 
@@ -19,6 +20,7 @@ class LaunchBrief:
 
     ``committed_step`` is the newest step that history says was committed: resuming from nothing is
     refused where it is not None.  ``resume_step`` is that of the newest one that may be used.
+    ``preflight`` is how closely the nodes are looked at before anything else.
     """
 
     attempt: int
@@ -26,6 +28,7 @@ class LaunchBrief:
     plan: RecoveryPlan
     committed_step: int | None
     resume_step: int | None = None
+    preflight: Thoroughness = Thoroughness.OFF
 
     def to_text(self) -> str:
         """JSON."""
@@ -40,10 +43,12 @@ class LaunchBrief:
         given = {name: value for name, value in plan.items() if name in known}
         given["exclude_nodes"] = tuple(given.get("exclude_nodes", ()))
         given["skipped"] = tuple(SampleWindow(**each) for each in given.get("skipped", ()))
+        given["variables"] = tuple(Variable(**each) for each in given.get("variables", ()))
         return cls(
             attempt=int(body["attempt"]),
             launch=int(body["launch"]),
             plan=RecoveryPlan(**given),
             committed_step=body["committed_step"],
             resume_step=body.get("resume_step"),
+            preflight=Thoroughness(body.get("preflight", "off")),
         )

@@ -176,6 +176,11 @@ class Agreement:
         pending.target = target.position
         return self._at(pending.request) if self._asks_anew(pending) else None
 
+    def withdrawn(self, number: int) -> None:
+        """The request was given up before it ever had a target, on all ranks."""
+        if self._pending.pop(number, None) is not None:
+            self._acted.add(number)
+
     def arrive(self, position: Position, name: str = "", *, entering: bool = False) -> list[At]:
         """Come to ``position``, in the phase ``name``; what is to be said before waiting.
 

@@ -18,6 +18,8 @@ from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import connect
 from slurm_forge.control.clock_page import ProgressClock
 from slurm_forge.control.gathering import Agreement
+from slurm_forge.control.links import say_links, summarize
+from slurm_forge.control.own_connections import own_connections
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
@@ -261,12 +263,20 @@ class Member:
                     if answer is not None:
                         self.send(answer)
                     self._condition.notify_all()
+            case p.Withdrawn():
+                with self._condition:
+                    self._agreement.withdrawn(message.id)
+                    self._condition.notify_all()
             case p.Publish():
                 with self._condition:
                     self._published[message.key] = message.value
                     self._condition.notify_all()
             case p.TimeLeft():
                 self._ends_at = self._clock() + message.seconds
+            case p.LookAtLinks():
+                found = own_connections()
+                own = tuple(dict.fromkeys(each.local for each in found))
+                self.send(say_links(message.id, own, summarize(found), how="rank"))
             case p.Abort():
                 return message.reason or "the hub ended the launch"
             case _:

@@ -1,4 +1,8 @@
-"""The messages on the control channel, one JSON object per line."""
+"""The control channel's lines: which messages there are, one JSON object per line.
+
+What they say stands in the words of each side: ``hub_words``, ``rank_words``, ``witness_words``,
+``probe_words``.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,47 @@ import hmac
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from enum import Enum
-from typing import Any, ClassVar
+from dataclasses import asdict, fields
+from typing import Any
 
+from slurm_forge.control.hub_words import (
+    Abort,
+    Publish,
+    Request,
+    RequestKind,
+    Target,
+    TimeLeft,
+    Welcome,
+    Withdrawn,
+)
+from slurm_forge.control.link_words import Links, LookAtLinks, PortsSeen
 from slurm_forge.control.message import Message
-from slurm_forge.control.probe_words import ProbeArrived, ProbeDone
+from slurm_forge.control.pace_words import Paced
+from slurm_forge.control.preflight_words import PreflightReport, PreflightTried
+from slurm_forge.control.probe_words import ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.control.rank_words import (
+    At,
+    Beat,
+    Committed,
+    Cured,
+    Failed,
+    Finished,
+    Hello,
+    LeftOut,
+    NotCommitted,
+    Notice,
+    Propose,
+    Recover,
+    Stopped,
+    Through,
+)
+from slurm_forge.control.witness_words import (
+    Attend,
+    Lasted,
+    Pulse,
+    Stacks,
+    TakeStacks,
+)
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
@@ -28,10 +67,17 @@ __all__ = [
     "Hello",
     "Lasted",
     "LeftOut",
+    "Links",
+    "LookAtLinks",
     "Message",
     "NotCommitted",
     "Notice",
+    "Paced",
+    "PortsSeen",
+    "PreflightReport",
+    "PreflightTried",
     "ProbeArrived",
+    "ProbeBroke",
     "ProbeDone",
     "Propose",
     "Publish",
@@ -46,6 +92,7 @@ __all__ = [
     "Through",
     "TimeLeft",
     "Welcome",
+    "Withdrawn",
     "decode",
     "encode",
     "same_nonce",
@@ -57,303 +104,6 @@ LINE_LIMIT = 1 << 16
 _CUT = ("trace", "text", "reason")
 _KEPT = 12_000
 
-
-class RequestKind(str, Enum):
-    """What all ranks are asked to do at the same step."""
-
-    STOP = "stop"
-    SAVE = "save"
-    PROBE = "probe"
-    #: An instability that rank 0 has judged: its cause and text in ``reason``.
-    RECOVER = "recover"
-    #: A limit on the gradient norm, a number in ``reason``: updates above it are left out.
-    LIMIT = "limit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello(Message):
-    """First line of a rank: who it is, and that it belongs to this launch (the nonce)."""
-
-    tag: ClassVar[str] = "hello"
-    nonce: str
-    rank: int
-    world: int
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(Message):
-    """The hub's answer: it knows the nonce too."""
-
-    tag: ClassVar[str] = "welcome"
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat(Message):
-    """Every second: steps done, phase, and for how long the main thread has been there.
-
-    ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
-    counts rollbacks: the steps come again in each.
-    """
-
-    tag: ClassVar[str] = "beat"
-    turn: int
-    step: int
-    begun: int
-    phase: str
-    since_s: float
-    started: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notice(Message):
-    """A rank saw something (a signal); what it meant is decided later, from evidence."""
-
-    tag: ClassVar[str] = "notice"
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Message):
-    """The hub asks all ranks for something, at a step yet to be agreed.
-
-    ``round`` counts how often it was asked anew.
-    """
-
-    tag: ClassVar[str] = "request"
-    id: int
-    kind: RequestKind
-    reason: str
-    round: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class At(Message):
-    """A rank's answer: the last position it passed, or the one it is ``waiting`` in front of.
-
-    ``path`` names the phases since the step boundary.  A ``round`` one above that of the request
-    asks the hub to ask everybody anew.
-    """
-
-    tag: ClassVar[str] = "at"
-    id: int
-    round: int
-    position: Position
-    path: str
-    waiting: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target(Message):
-    """The agreed position: every rank acts at the first position not before it."""
-
-    tag: ClassVar[str] = "target"
-    id: int
-    round: int
-    position: Position
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish(Message):
-    """A value for everybody (the rendezvous of the process group); the hub passes it on."""
-
-    tag: ClassVar[str] = "publish"
-    key: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLeft(Message):
-    """The hub knows how long the ranks have until they are ended, counted from now."""
-
-    tag: ClassVar[str] = "time_left"
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Message):
-    """Rank 0: a checkpoint is on disk, and what it cost."""
-
-    tag: ClassVar[str] = "committed"
-    step: int
-    seconds: float
-    blocked_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotCommitted(Message):
-    """Rank 0: a save came to nothing; training goes on."""
-
-    tag: ClassVar[str] = "not_committed"
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped(Message):
-    """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed."""
-
-    tag: ClassVar[str] = "stopped"
-    step: int
-    checkpoint: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Through(Message):
-    """The program of this rank has returned after ``step`` steps; the end is still to be agreed."""
-
-    tag: ClassVar[str] = "through"
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished(Message):
-    """The program reached its end and the last checkpoint is committed."""
-
-    tag: ClassVar[str] = "finished"
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Message):
-    """Last words of a rank: what was raised, where.  It issues no collective any more."""
-
-    tag: ClassVar[str] = "failed"
-    step: int
-    phase: str
-    error: str
-    text: str
-    trace: str
-    cause: str
-    micro_batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recover(Message):
-    """The run can't cure this in the process; the launch is to be ended and decided on.
-
-    ``decided`` is the id of the incident where rank 0 has written the decision down already.
-    """
-
-    tag: ClassVar[str] = "recover"
-    cause: str
-    step: int
-    text: str
-    decided: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Propose(Message):
-    """Rank 0: all ranks are to be asked for this, at a step that they agree on."""
-
-    tag: ClassVar[str] = "propose"
-    kind: RequestKind
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cured(Message):
-    """Rank 0: an incident was dealt with in the process; ``text`` is one line for people.
-
-    Training goes on after ``step`` steps, which may be fewer than before.
-    """
-
-    tag: ClassVar[str] = "cured"
-    step: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut(Message):
-    """This rank left out the update of ``step`` because its gradient norm was above the limit.
-
-    All ranks say it, or they have parted.
-    """
-
-    tag: ClassVar[str] = "left_out"
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attend(Message):
-    """First line of a rank's witness, which belongs to the launch and is no member of it."""
-
-    tag: ClassVar[str] = "attend"
-    nonce: str
-    rank: int
-    world: int
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse(Message):
-    """A witness, every second: where its worker is, in what, and since when.
-
-    ``phase_no`` and ``poll`` are those of its position, ``kind`` is what its durations are compared
-    with.  ``since_s`` leaves out the time that the witness was stopped itself.  ``mute_s``: since
-    any Python thread of the worker ran.  ``state`` is the kernel's letter, ``cpu_s`` what it used.
-    """
-
-    tag: ClassVar[str] = "pulse"
-    turn: int
-    step: int
-    begun: int
-    phase_no: int
-    poll: int
-    phase: str
-    kind: str
-    since_s: float
-    mute_s: float
-    state: str
-    cpu_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lasted(Message):
-    """A witness: its worker was in a stretch of this kind for so long, and went on."""
-
-    tag: ClassVar[str] = "lasted"
-    kind: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeStacks(Message):
-    """The hub asks all witnesses for their workers' stacks, to be kept with that launch."""
-
-    tag: ClassVar[str] = "take_stacks"
-    id: int
-    attempt: int
-    launch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stacks(Message):
-    """What a witness has found: the main thread's stack as ``text``, the whole in ``file``.
-
-    ``how`` is where it comes from; ``state`` the kernel's letter for the process then.
-    """
-
-    tag: ClassVar[str] = "stacks"
-    id: int
-    how: str
-    state: str
-    cpu_s: float
-    file: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort(Message):
-    """The launch is over: every rank leaves at once, without another collective."""
-
-    tag: ClassVar[str] = "abort"
-    reason: str
-
-
 _KINDS: tuple[type[Message], ...] = (
     Hello,
     Welcome,
@@ -362,6 +112,7 @@ _KINDS: tuple[type[Message], ...] = (
     Request,
     At,
     Target,
+    Withdrawn,
     Publish,
     TimeLeft,
     Committed,
@@ -375,12 +126,19 @@ _KINDS: tuple[type[Message], ...] = (
     Cured,
     LeftOut,
     ProbeArrived,
+    ProbeBroke,
     ProbeDone,
+    Paced,
+    PreflightReport,
+    PreflightTried,
     Attend,
     Pulse,
     Lasted,
     TakeStacks,
     Stacks,
+    LookAtLinks,
+    Links,
+    PortsSeen,
     Abort,
 )
 
@@ -452,6 +210,10 @@ def _value(annotation: str, value: object) -> object:
             if not isinstance(value, list):
                 raise TypeError("list of int")
             return tuple(_integer(part) for part in value)
+        case "tuple[str, ...]":
+            if not isinstance(value, list) or not all(type(part) is str for part in value):
+                raise TypeError("list of str")
+            return tuple(value)
         case "float":
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise TypeError("float")

@@ -17,6 +17,7 @@ from slurm_forge.journal.comebacks import (
     RequeueFailed,
     RequeueIntended,
 )
+from slurm_forge.journal.paces import PaceSampled, StragglerOver, StragglerSeen, TrendSeen
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
@@ -45,7 +46,10 @@ __all__ = [
     "NodesStruck",
     "Note",
     "NoticeSeen",
+    "PaceSampled",
+    "PreflightMeasured",
     "ProbeMeasured",
+    "ProbeOff",
     "Progress",
     "Recovered",
     "RequeueDone",
@@ -56,8 +60,11 @@ __all__ = [
     "StallSeen",
     "StepSkipped",
     "StopAgreed",
+    "StragglerOver",
+    "StragglerSeen",
     "StretchesLearned",
     "Submitted",
+    "TrendSeen",
     "UserAsked",
 ]
 
@@ -89,11 +96,15 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchStarted:
-    """All ranks of a launch were started; ``start`` is a word of ``Start``."""
+    """All ranks of a launch were started; ``start`` is a word of ``Start``.
+
+    ``variables`` are what the recovery plan adds to their environment, as ``NAME=value``.
+    """
 
     world_size: int
     nodes: tuple[str, ...] = ()
     start: str = "cold"
+    variables: tuple[str, ...] = ()
     kind: Literal["launch_started"] = "launch_started"
 
 
@@ -344,7 +355,10 @@ class DecisionTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeMeasured:
-    """A collective probe: fine, or which ranks came late.  Fine ones are sampled."""
+    """A collective probe: fine, or which ranks came late, or whose values were ``wrong``.
+
+    Fine ones are sampled.  ``bandwidth`` is in bytes per second, where one was measured.
+    """
 
     ok: bool
     step: int
@@ -352,7 +366,38 @@ class ProbeMeasured:
     late_ranks: tuple[int, ...] = ()
     late_hosts: tuple[str, ...] = ()
     count: int = 1
+    bandwidth: float | None = None
+    wrong: bool = False
+    evidence: tuple[Evidence, ...] = ()
     kind: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightMeasured:
+    """Nodes were looked at before a launch: which are refused (``bad``), and what else was seen.
+
+    ``seconds`` is from the first rank's word to the verdict.  Collectives were tried in so many
+    ``rounds`` of together ``groups``; ``bytes_per_s`` is the bus bandwidth of all of them together.
+    """
+
+    ok: bool
+    hosts: int
+    seconds: float
+    bad: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+    rounds: int = 0
+    groups: int = 0
+    bytes_per_s: float | None = None
+    kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOff:
+    """The probe broke by itself, training went on: none any more in this launch."""
+
+    step: int
+    why: str
+    kind: Literal["probe_off"] = "probe_off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,7 +467,13 @@ Event = Annotated[
     | StretchesLearned
     | IncidentSeen
     | DecisionTaken
+    | PreflightMeasured
     | ProbeMeasured
+    | ProbeOff
+    | PaceSampled
+    | StragglerSeen
+    | StragglerOver
+    | TrendSeen
     | RequeueIntended
     | RequeueDone
     | RequeueFailed

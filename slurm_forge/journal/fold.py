@@ -20,6 +20,7 @@ from slurm_forge.journal.known import (
 )
 from slurm_forge.journal.state import (
     AttemptState,
+    Baseline,
     BudgetUse,
     LaunchState,
     Rollback,
@@ -211,13 +212,15 @@ def advance(state: RunState, record: Record) -> RunState:
             )
         case ev.StretchesLearned():
             return replace(state, stretches=tuple(sorted(event.seconds.items())))
+        case ev.PaceSampled():
+            return replace(state, baselines=_paced(state.baselines, event))
         case ev.ProbeMeasured():
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
             return _branched(_in_launch(state, record), record)
         case ev.Advanced():
             # Whoever writes it has compared: every budget that was charged before is free again.
-            return replace(_in_launch(state, record), spent=())
+            return _calmed(replace(_in_launch(state, record), spent=()))
         case _:
             return state
 
@@ -233,6 +236,19 @@ def _submitted(state: RunState) -> RunState:
         return state
     # What an attempt had left open is settled by a person's own request.
     return replace(state, status=RunStatus.SUBMITTED, open_intent=None, held=None, reason="")
+
+
+def _paced(known: tuple[Baseline, ...], event: ev.PaceSampled) -> tuple[Baseline, ...]:
+    """What is usual with so many ranks: what was measured last is what it was compared with."""
+    usual = Baseline(
+        world_size=event.world_size,
+        own_s=event.usual_own_s,
+        exchange_s=event.usual_exchange_s,
+        trial_s=event.usual_trial_s,
+        latency_s=event.usual_latency_s,
+        bandwidth=event.usual_bandwidth,
+    )
+    return (*(each for each in known if each.world_size != event.world_size), usual)
 
 
 def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:
@@ -344,7 +360,16 @@ def _committed(state: RunState, step: int, *, healthy: bool) -> RunState:
     """
     committed = max(step, state.committed_step or 0)
     state = _reach(replace(state, committed_step=committed), step)
+    if healthy and step > state.plan.variables_past:
+        state = _calmed(state)
     return _freed(state, step, _STABLE) if healthy else state
+
+
+def _calmed(state: RunState) -> RunState:
+    """Past the trouble: the next launch is without the variables that were added for it."""
+    if not state.plan.variables:
+        return state
+    return replace(state, plan=replace(state.plan, variables=(), variables_past=0))
 
 
 _STABLE = frozenset(Cause) - INSTABILITY

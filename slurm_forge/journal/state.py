@@ -13,7 +13,15 @@ from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = ["AttemptState", "BudgetUse", "LaunchState", "Rollback", "RunState", "RunStatus"]
+__all__ = [
+    "AttemptState",
+    "Baseline",
+    "BudgetUse",
+    "LaunchState",
+    "Rollback",
+    "RunState",
+    "RunStatus",
+]
 
 
 class RunStatus(str, Enum):
@@ -64,6 +72,21 @@ class AttemptState:
     skipped: tuple[ev.StepSkipped, ...] = ()
     requeues: tuple[tuple[float, ev.RequeueDone], ...] = ()
     probes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What is usual with so many ranks, in the middle of all; 0 where nothing is known.
+
+    Seconds, and bytes per second; ``trial_s`` tells hardware apart.
+    """
+
+    world_size: int
+    own_s: float = 0.0
+    exchange_s: float = 0.0
+    trial_s: float = 0.0
+    latency_s: float = 0.0
+    bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +146,8 @@ class RunState:
     unstable: tuple[int, int] | None = None
     #: The longest stretches of the last launch that told them, by kind: for the watchdog's limits.
     stretches: tuple[tuple[str, float], ...] = ()
+    #: How fast it usually is, once for each number of ranks.
+    baselines: tuple[Baseline, ...] = ()
 
     def times(self, cause: Cause, rung: int | None) -> int:
         """How much of a rung's budget is used (None: how often a hook decided beside them)."""

@@ -38,9 +38,9 @@ def submit(
         check_entry(entry, Path.cwd(), None, list(job.args))
     else:
         require_arguments(train, list(job.args))
-    chosen = find_site(site)
-    run, file = create_run(job, runs=Path(runs), site=chosen, submitted_from=Path.cwd())
     client = slurm or SubprocessSlurm.of_this_process()
+    chosen = find_site(site, client)
+    run, file = create_run(job, runs=Path(runs), site=chosen, submitted_from=Path.cwd())
     left_out = leaving_now(client, job, chosen, Knobs.from_environ(process_environ()))
     exclude = left_out.exclude if left_out.nodes else ()
     submit_script(run, file, chosen, client, exclude=exclude)

@@ -22,18 +22,24 @@ from slurm_forge.journal.events import (
     IncidentSeen,
     LaunchEnded,
     LaunchStarted,
+    Note,
     UserAsked,
 )
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
+from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
+from slurm_forge.recovery.preflight import thoroughness
 from slurm_forge.recovery.seats import Room
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
+from slurm_forge.site.variables import Difference
 from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Start
+from slurm_forge.vocabulary.plan import Variable
 
 __all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
 
@@ -64,6 +70,9 @@ class Attempt:
     launch: int = 0
     #: What was decided about the attempt before, where that keeps this one from training.
     verdict: Decision | None = None
+    #: The site's variables for after a hang, and what is set that must not be.
+    on_hang: tuple[Variable, ...] = ()
+    forbidden: tuple[Difference, ...] = ()
     _warnings: int = 0
 
     @property
@@ -96,9 +105,17 @@ class Attempt:
                 (each.name.step for each in state.known if state.refusal(each.name) is None),
                 default=None,
             ),
+            preflight=thoroughness(self.file.job.preflight.enabled, start, state),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
-        self.journal.write(LaunchStarted(world_size=hub.world_size, nodes=nodes, start=start.value))
+        self.journal.write(
+            LaunchStarted(
+                world_size=hub.world_size,
+                nodes=nodes,
+                start=start.value,
+                variables=tuple(map(str, state.plan.variables)),
+            )
+        )
 
     def conclude(self, facts: LaunchFacts, room: Room | None = None) -> Decision | None:
         """Journal how the launch ended; the decision, or None when the run is finished.
@@ -117,6 +134,7 @@ class Attempt:
         with contextlib.suppress(OSError):  # a storage that fails is what is to be decided about
             self.fence()
         incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
+        incident = with_suspects(incident, self.forbidden)
         # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
         wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
         decided = None if wanted else self._decided(facts)
@@ -142,6 +160,7 @@ class Attempt:
             nodes=state.plan.nodes or nodes_asked(self.file.job),
             now=facts.now.timestamp(),
             room=room,
+            on_hang=self.on_hang,
         )
         full = self._cannot_write(DecisionTaken(decision=decision)) or full
         if full is not None and not _unlimited(policy, decision):
@@ -157,14 +176,18 @@ class Attempt:
     def only_warns(self, facts: LaunchFacts) -> bool:
         """Whether the ladder has nothing but a warning for it: then that is written down.
 
-        For what the launch goes on with all the same, as it may with a standstill.
+        For what the launch goes on with all the same, as it may with a standstill.  A slow node is
+        never what a run is held for, unless the job file says just that.
         """
         self._warnings += 1
         incident = classify(facts, f"{self.claim.attempt}.{self.launch}.warning{self._warnings}")
         policy = self.file.job.recovery
-        if all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
+        slow = incident.cause is Cause.STRAGGLER
+        if not slow and all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
             return False
         decision = decide(policy, self.state(), incident, in_process=True)
+        if slow and decision.action is Action.HOLD and decision.rung is None:
+            return True  # the ladder is used up
         if decision.action is not Action.WARN:
             return False
         return not self._cannot_write(
@@ -261,7 +284,7 @@ def begin(
     )
     verdict = None
     if not released:
-        verdict = post_mortem(run, state, file.job, claim, slurm=slurm, now=clock())
+        verdict = post_mortem(run, state, file, claim, slurm=slurm, now=clock())
     journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
     if verdict is not None and (verdict.action in _ENDS or _needs_another_job(verdict)):
         return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
@@ -277,7 +300,19 @@ def begin(
         ),
         durable=True,
     )
-    return Attempt(run, file, claim, journal)
+    own = process_environ()
+    attempt = Attempt(
+        run,
+        file,
+        claim,
+        journal,
+        on_hang=effective_on_hang(file, own),
+        forbidden=forbidden(file, own),
+    )
+    with contextlib.suppress(OSError):
+        for each in attempt.forbidden:
+            journal.write(Note(text=f"{each}"[:400]))
+    return attempt
 
 
 def _needs_another_job(decision: Decision) -> bool:

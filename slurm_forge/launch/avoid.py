@@ -77,7 +77,8 @@ class Avoider:
 
         A rehearsal convicts no node: only what nobody can have made on purpose counts in it.
         """
-        if self._job.inject and incident.cause not in _NEVER_INJECTED:
+        nodes_are_bad = any(fault.of_start for fault in self._job.inject)
+        if self._job.inject and (nodes_are_bad or incident.cause not in _NEVER_INJECTED):
             return None
         hosts = tuple(filter(None, map(self._node, incident.hosts)))
         found = strikes_of(

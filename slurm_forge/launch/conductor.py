@@ -15,20 +15,26 @@ from pathlib import Path
 
 from slurm_forge.control import Hub, RequestKind
 from slurm_forge.control import protocol as p
-from slurm_forge.control.hub import Agreed, Gone, Said
+from slurm_forge.control.hub import Agreed, Gone, Said, Withdrawn
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, NoticeSeen, StopAgreed
 from slurm_forge.launch.deadline import Deadline
 from slurm_forge.launch.ending import Ending
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.left_out import LeftOutSteps
+from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.launch.pace import SavePace
+from slurm_forge.launch.preflight import PreflightJudge
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.launch.questions import Questions
 from slurm_forge.launch.seen import Launched, Seen
+from slurm_forge.launch.sight import Sight
 from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.trends import Trends
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.probing import ProbeRules
+from slurm_forge.recovery.straggling import in_words
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
 
@@ -56,6 +62,7 @@ class Conductor:
         launched: Launched | None,
         stays: bool = False,
         only_warns: Callable[[LaunchFacts], bool] = lambda _: False,
+        expected_bandwidth: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
@@ -80,7 +87,17 @@ class Conductor:
         self._questions = Questions(watch, self._seen, clock)
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
-        self._judge = ProbeJudge(hub, timing.probe_every, timing.probe_deadline, clock)
+        self._trends = Trends(
+            hub.members,
+            factor=timing.straggler,
+            every=timing.pace_every,
+            clock=clock,
+            wall=lambda: now().timestamp(),
+            baselines=timing.baselines,
+        )
+        self._preflight = PreflightJudge(hub, timing.preflight, clock, expected=expected_bandwidth)
+        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
+        sight = Sight(hub, clock)
         self._watchdog = Watchdog(
             hub,
             timing.hang,
@@ -88,6 +105,21 @@ class Conductor:
             attempt=journal.attempt,
             launch=journal.launch,
             learned=dict(timing.stretches),
+            network=self._network,
+            sight=sight,
+        )
+        self._judge = ProbeJudge(
+            hub,
+            timing.probe_every,
+            ProbeRules(timing.probe_silence, timing.probe_deadline),
+            clock,
+            limit=self._watchdog.limit,
+            attempt=journal.attempt,
+            launch=journal.launch,
+            bandwidth_every=timing.bandwidth_every,
+            sight=sight,
+            network=self._network,
+            observer=self._trends,
         )
 
     def signal(self, name: str) -> None:
@@ -126,7 +158,7 @@ class Conductor:
             now=self._now(),
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
-            late=self._judge.failed,
+            probe=self._judge.failed,
             job_now=self._watch.latest,
             launched=self._launched,
             clock=self._clock(),
@@ -148,6 +180,8 @@ class Conductor:
                     self._gone(event.rank)
                 case Agreed() if event.request.kind is RequestKind.STOP:
                     self._note(StopAgreed(step=event.target.step, seconds=event.seconds))
+                case Withdrawn():
+                    self._judge.withdrawn(event.request.id)
                 case Agreed() if event.request.id == self._seen.save_request:
                     self._seen.save_request = None
                     self._seen.save_step = event.target.step
@@ -203,10 +237,17 @@ class Conductor:
                 self._watch.comment(message.text)
             case p.LeftOut():
                 self._left_out.said(rank, message.step, self._clock())
-            case p.ProbeArrived() | p.ProbeDone():
+            case p.ProbeArrived() | p.ProbeDone() | p.ProbeBroke():
                 self._judge.hear(rank, message)
+            case p.Paced():
+                self._trends.hear(rank, message)
+            case p.PreflightReport() | p.PreflightTried():
+                self._preflight.hear(rank, message)
             case p.Lasted() | p.Stacks():
                 self._watchdog.hear(rank, message)
+                self._judge.hear(rank, message)
+            case p.Links() | p.PortsSeen():
+                self._network.hear(rank, message)
             case _:
                 pass
 
@@ -268,16 +309,12 @@ class Conductor:
         self._deadline.look(now)
         self._check_parting()
         self._check_left_out(now)
-        if self._undisturbed():
-            if self._may_save() and self._pace.due(now):
-                self._ask_save("every_minutes")
-            measured = self._judge.look(now)
-            if measured is not None:
-                self._note(measured)
-                if not measured.ok:
-                    self._seen.feel_pulse(self._hub.members(), measured, now)
-                    self._end()
+        if self._may_save() and self._pace.due(now):
+            self._ask_save("every_minutes")
+        self._look_at_trends(now)
+        self._look_at_nodes(now)
         self._watch_for_stalls(now)
+        self._probe(now)
         self._ending.look(now)
 
     def _take_signals(self) -> bool:
@@ -289,6 +326,33 @@ class Conductor:
             self._seen.batch_signals.append(name)
             self._ask_stop(name)
         return bool(names)
+
+    def _look_at_trends(self, now: float) -> None:
+        """A slow node is told of; where the job file says so, the launch is stopped for it."""
+        for event in self._trends.look(now):
+            self._note(event)
+        slow = self._trends.newly_slow()
+        if slow is None or not self._undisturbed():
+            return
+        self._watch.comment(in_words(slow))
+        if not self._timing.acts_on_stragglers or not slow.why.of_node:
+            return
+        self._seen.straggler = slow
+        if self._only_warns(self._facts()):
+            self._seen.straggler = None
+        else:  # nothing is wrong with the ranks: they save first
+            self._ask_stop(f"{slow.host} is slow")
+
+    def _look_at_nodes(self, now: float) -> None:
+        """Before training begins: what ranks found, and which of them try a collective next."""
+        if self._seen.ending_since is not None:
+            return
+        measured = self._preflight.look(now)
+        if measured is not None:
+            self._note(measured)
+        if self._preflight.refused is not None:
+            self._seen.refused = self._preflight.refused
+            self._end()
 
     def _watch_for_stalls(self, now: float) -> None:
         """Not once the launch is ending: a stop that does not come has its own deadline."""
@@ -304,6 +368,19 @@ class Conductor:
         if self._only_warns(self._facts()):
             seen.stalled = None
             self._watchdog.forgive()
+        else:
+            self._end()
+
+    def _probe(self, now: float) -> None:
+        if not self._undisturbed():
+            return
+        told = self._judge.look(now, self._seen.said_goodbye)
+        if told is not None:
+            self._note(told)
+        if self._judge.failed is None:
+            return
+        if self._only_warns(self._facts()):
+            self._judge.forgive()
         else:
             self._end()
 

@@ -33,13 +33,14 @@ from slurm_forge.launch.update import (
     time_asked,
     update_for,
 )
+from slurm_forge.launch.variables import effective_on_hang
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import supervisor_lost
 from slurm_forge.recovery.sooner import sooner
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
-from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import JobSpec
@@ -120,6 +121,7 @@ def bring_back(
             time=time_asked(spec, record),
             nodes=state.plan.nodes or nodes_asked(spec),
             now=datetime.now(timezone.utc).timestamp(),
+            on_hang=effective_on_hang(file, process_environ()),
         )
         with contextlib.suppress(OSError):
             journal.write(DecisionTaken(decision=decision))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control import Hub
+from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
 from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt
@@ -118,7 +119,12 @@ class Embedded:
         self._lifeline = lifeline
         #: Given the conductor's ``hear``: for signals that reach none of the ranks.
         self._ear = ear
-        self.hub = Hub(world_size=world_size, nonce=secrets.token_hex(16))
+        file = attempt.file
+        self.hub = Hub(
+            world_size=world_size,
+            nonce=secrets.token_hex(16),
+            interface_address=preferred_address(file.socket_interface, file.host_suffix),
+        )
         self._watch = JobWatch(slurm, job)
         self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
         self._over = threading.Event()
@@ -156,6 +162,7 @@ class Embedded:
             save_file=run.save_file,
             launched=None,
             only_warns=self._attempt.only_warns,
+            expected_bandwidth=file.expected_bandwidth,
         )
         if self._lifeline is not None:
             self._lifeline.await_cut(conductor.stop)

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import Note
-from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.execute_here import execute_here, refused, say
 from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.ladder import Ladder, Taken
+from slurm_forge.launch.ladder import Taken
 from slurm_forge.launch.outputs import own_output
 from slurm_forge.launch.own_script import for_successor
 from slurm_forge.launch.program_signals import ProgramSignals
@@ -34,6 +33,7 @@ from slurm_forge.launch.sentinel_step import (
 )
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
+from slurm_forge.launch.way_back import way_back
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.slurm_says import is_ending
 from slurm_forge.run_directory import RunDirectory
@@ -125,25 +125,13 @@ def _in_job(
     _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
     script = job_script(run)
-    ladder = Ladder(
-        slurm,
-        job=environment.job_ref,
-        restart_count=environment.restart_count,
-        script=script if script.is_file() else None,
-        journal=begun.journal,
-        fence=begun.fence,
-        successor=begun.state().successor_of(environment.job_ref),
-        patience=begun.file.job.recovery.limits.controller_patience,
-    )
-    back = ComingBack(
+    back = way_back(
         begun,
-        ladder,
         slurm,
-        nodes=environment.nodes,
-        partition=environment.partition,
-        cluster=environment.cluster_name,
-        knobs=Knobs.from_environ(variables),
-        latest=lambda: watch.latest,
+        environment,
+        watch,
+        variables=variables,
+        script=script if script.is_file() else None,
     )
     sentinel = SentinelStep(
         sentinel_command(sys.executable, environment.node_name),

@@ -12,12 +12,14 @@ from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.launch.evidence import left_behind
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
+from slurm_forge.launch.variables import effective_on_hang
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import Ending, cause_of_ending
 from slurm_forge.run_directory import Claim, Fence, RunDirectory
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import process_environ
 from slurm_forge.slurm.states import ACTIVE
-from slurm_forge.spec import JobSpec
+from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision
 
@@ -30,7 +32,7 @@ _PATIENCE = timedelta(seconds=5)
 def post_mortem(
     run: RunDirectory,
     state: RunState,
-    job: JobSpec,
+    file: RunFile,
     claim: Claim,
     *,
     slurm: Slurm | None,
@@ -42,6 +44,7 @@ def post_mortem(
     one is.  None where nothing is to be
     decided: it ended by itself, it was cancelled, or a person has asked for the run to go on since.
     """
+    job = file.job
     last = state.attempts[-1] if state.attempts else None
     if last is None or last.ended is not None:
         return None
@@ -79,6 +82,7 @@ def post_mortem(
             nodes=state.plan.nodes or nodes_asked(job),
             now=now,
             allocation=False,
+            on_hang=effective_on_hang(file, process_environ()),
         )
         journal.write(DecisionTaken(decision=decision), durable=True)
     finally:

@@ -1,125 +1,356 @@
-"""When to probe, and what to make of who came and who did not.  Talks to the hub only."""
+"""Asks for probes, hears the answers, and gathers evidence once one has failed.
+
+Talks to the hub only.  What answers and silence mean is decided in ``recovery.probing``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Protocol
 
 from slurm_forge.control import Hub, RequestKind
 from slurm_forge.control import protocol as p
-from slurm_forge.control.hub import MemberView
-from slurm_forge.journal.events import ProbeMeasured
+from slurm_forge.control.probe_words import BANDWIDTH
+from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
+from slurm_forge.launch.sight import Sight
+from slurm_forge.launch.stack_round import StackRound
+from slurm_forge.recovery.probing import (
+    AskNetwork,
+    Fine,
+    Flight,
+    Found,
+    Nothing,
+    Off,
+    ProbeRules,
+    RankSeen,
+    Suspended,
+    weigh_probe,
+    weigh_silence,
+)
+from slurm_forge.recovery.stalls import Look
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-__all__ = ["ProbeJudge"]
+__all__ = ["NetworkVerdict", "NetworkWatch", "ProbeJudge", "ProbeObserver"]
 
-#: A rank that says nothing for this long, although it says something every second, is not slow.
-_SILENT_S = 5.0
-#: A rank that talks but does not come may be in a long step: slow is not dead, up to this factor.
-_PATIENCE = 10.0
+_INTERVAL = "interval"
+_LOOK_EVERY_S = 0.2
+#: Ranks at a boundary wait for the agreed step; for a probe no longer than this.
+_AGREED_WITHIN_S = 10.0
+#: Nobody is asked to probe while somebody has said nothing for so long.
+_TALKS_S = 2.0
 #: Fine probes are written down rarely: the first, then one in so many.
 _SAMPLE = 30
-#: Phases in which a rank may rightly be away from the next step boundary for long.
-_ELSEWHERE = frozenset({"start", "load", "save", "data"})
+_SHOWN = 8
 
 
-@dataclass(slots=True)
-class _Flight:
-    number: int
-    asked: float
-    arrived: dict[int, float] = field(default_factory=dict)
-    done: dict[int, p.ProbeDone] = field(default_factory=dict)
+class ProbeObserver(Protocol):
+    """Is told of every probe that went well."""
+
+    def on_fine(self, latency_s: float, bandwidth: float, arrivals: Mapping[int, float]) -> None:
+        """``bandwidth`` in bytes per second, 0 where none was measured; ``arrivals`` by rank, on
+        the hub's clock.
+        """
+
+
+class NetworkVerdict(Protocol):
+    """Which ranks can't be reached, or only slowly; none where nothing is wrong."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those whose links are bad."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Their hosts."""
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """What it rests on."""
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far that carries."""
+
+
+class NetworkWatch(Protocol):
+    """Asks all ranks how their links are."""
+
+    def ask(self) -> None:
+        """Begin, unless it is under way."""
+
+    def verdict(self, now: float) -> NetworkVerdict | None:
+        """None while answers are awaited, a few seconds at most."""
 
 
 class ProbeJudge:
-    """``look`` now and then; ``hear`` what ranks say; ``failed`` once a probe has failed."""
+    """``look`` several times a second; ``hear`` what ranks say; ``failed`` is the verdict.
+
+    ``every`` None switches it off, heartbeats included.  ``limit`` is how long a stretch of a kind
+    may take.
+    """
 
     def __init__(
         self,
         hub: Hub,
         every: timedelta | None,
-        deadline: timedelta,
+        rules: ProbeRules,
         clock: Callable[[], float],
+        *,
+        limit: Callable[[str], timedelta],
+        attempt: int,
+        launch: int,
+        bandwidth_every: timedelta | None = None,
+        sight: Sight | None = None,
+        network: NetworkWatch | None = None,
+        observer: ProbeObserver | None = None,
     ) -> None:
         self._hub = hub
         self._every_s = None if every is None else every.total_seconds()
-        self._deadline_s = deadline.total_seconds()
+        self._rules = rules
         self._clock = clock
+        self._limit = limit
+        self._bandwidth_s = None if bandwidth_every is None else bandwidth_every.total_seconds()
+        self._sight = sight or Sight(hub, clock)
+        self._network = network
+        self._observer = observer
+        self._stacks = StackRound(hub, attempt=attempt, launch=launch)
+        self._next_look = 0.0
         self._next: float | None = None
-        self._flight: _Flight | None = None
+        self._next_large = 0.0
+        self._number: int | None = None
+        self._flight: Flight | None = None
+        #: A verdict that evidence is gathered for.
+        self._suspect: Found | None = None
+        self._off = False
+        self._forgiven = False
         self._good = 0
-        #: The verdict of a probe that failed.
-        self.failed: ProbeMeasured | None = None
+        self._latency = 0.0
+        self._bandwidth = 0.0
+        #: The verdict of a probe that failed, or of a silence.
+        self.failed: Found | None = None
 
     def hear(self, rank: int, message: p.Message) -> None:
-        """A rank has issued its part, or finished it."""
+        """A rank has issued its part, or finished it; a witness has found stacks."""
+        if isinstance(message, p.Stacks):
+            self._stacks.hear(rank, message, self._clock())
+            return
         flight = self._flight
-        if flight is None:
+        if flight is None or getattr(message, "id", None) != self._number:
             return
-        if isinstance(message, p.ProbeArrived) and message.id == flight.number:
-            flight.arrived[rank] = self._clock()
-        elif isinstance(message, p.ProbeDone) and message.id == flight.number:
-            flight.done[rank] = message
+        match message:
+            case p.ProbeArrived():
+                step = max(member.step for member in self._hub.members().values())
+                arrived = {**flight.arrived, rank: self._clock()}
+                flight = replace(flight, arrived=arrived, step=step, gpu=message.gpu)
+            case p.ProbeDone():
+                flight = replace(
+                    flight,
+                    arrived={rank: self._clock(), **flight.arrived},
+                    latency={**flight.latency, rank: message.latency_s},
+                    wrong={**flight.wrong, rank: message.wrong},
+                    bandwidth={**flight.bandwidth, rank: message.bandwidth},
+                )
+            case p.ProbeBroke():
+                flight = replace(flight, broke={**flight.broke, rank: message.text})
+            case _:
+                pass
+        self._flight = flight
 
-    def look(self, now: float) -> ProbeMeasured | None:
-        """Ask for a probe when it is time; a verdict when there is one to be written down."""
-        if self._every_s is None or self.failed is not None:
-            return None
-        members = self._hub.members()
-        if self._flight is None:
-            self._maybe_ask(members, now)
-            return None
-        return self._verdict(self._flight, members, now)
-
-    def _maybe_ask(self, members: dict[int, MemberView], now: float) -> None:
-        everybody = len(members) == self._hub.world_size and self._hub.world_size > 1
-        if not everybody or not all(member.started for member in members.values()):
-            return
-        if self._next is None:
-            self._next = now + (self._every_s or 0.0)
-        if now >= self._next:
-            self._next = now + (self._every_s or 0.0)
-            number = self._hub.request(RequestKind.PROBE, "interval")
-            self._flight = _Flight(number, now)
-
-    def _verdict(
-        self, flight: _Flight, members: dict[int, MemberView], now: float
-    ) -> ProbeMeasured | None:
-        step = max(member.step for member in members.values())
-        if len(flight.done) == self._hub.world_size:
+    def withdrawn(self, number: int) -> None:
+        """The ranks could not agree on a step in time: the next one comes at its interval."""
+        if number == self._number:
             self._flight = None
-            wrong = tuple(rank for rank, done in sorted(flight.done.items()) if not done.ok)
-            if wrong:
-                return self._fail(wrong, members, step)
-            latency = max(done.latency_s for done in flight.done.values())
-            self._good += 1
-            if self._good % _SAMPLE != 1:
-                return None
-            return ProbeMeasured(
-                ok=True, step=step, latency_s=latency, count=1 if self._good == 1 else _SAMPLE
-            )
-        since = now - min(flight.arrived.values(), default=flight.asked)
-        if since < self._deadline_s:
-            return None
-        missing = [rank for rank in members if rank not in flight.arrived] or [
-            rank for rank in members if rank not in flight.done
-        ]
-        silent = tuple(rank for rank in missing if now - members[rank].heard > _SILENT_S)
-        if silent:
-            return self._fail(silent, members, step)
-        elsewhere = any(members[rank].phase in _ELSEWHERE for rank in missing)
-        inside_phase = any(members[rank].phase not in ("train", "data") for rank in missing)
-        if elsewhere or inside_phase or since < _PATIENCE * self._deadline_s:
-            return None
-        return self._fail(tuple(missing), members, step)
 
-    def _fail(
-        self, late: tuple[int, ...], members: dict[int, MemberView], step: int
-    ) -> ProbeMeasured:
-        self.failed = ProbeMeasured(
-            ok=False,
-            step=step,
-            late_ranks=late,
-            late_hosts=tuple(members[rank].host for rank in late),
+    def forgive(self) -> None:
+        """The policy only warns of it: the same is not said again."""
+        self.failed = None
+        self._forgiven = self._off = True
+
+    def look(self, now: float, gone: Iterable[int] = ()) -> Event | None:
+        """Ask for a probe when it is time; what is to be written down, if anything."""
+        if self._every_s is None or self.failed is not None or now < self._next_look:
+            return None
+        self._next_look = now + _LOOK_EVERY_S
+        self._sight.awake(now)
+        quiet = self._sight.anybody_silent(now, self._rules.silence.total_seconds())
+        if not quiet and self._flight is None and self._suspect is None:
+            self._maybe_ask(now)
+            return None
+        seen = self._sight.seen(now, self._limit, frozenset(gone))
+        if self._suspect is not None:
+            return self._gather(self._suspect, seen, now)
+        silence = weigh_silence(seen, self._rules)
+        if isinstance(silence, Suspended):
+            self._sight.begin_anew(now)
+            return None
+        if isinstance(silence, (Found, AskNetwork)):
+            return None if self._forgiven else self._take(silence, seen, now)
+        if self._flight is None or self._off:
+            return None
+        return self._take(weigh_probe(self._flight, seen, self._rules, now), seen, now)
+
+    def _maybe_ask(self, now: float) -> None:
+        members = self._hub.members()
+        everybody = len(members) == self._hub.world_size and self._hub.world_size > 1
+        ready = everybody and all(member.started for member in members.values())
+        if self._off or not ready:
+            return
+        every = self._every_s or 0.0
+        if self._next is None:
+            self._next = now + every
+        if now < self._next or any(now - each.heard > _TALKS_S for each in members.values()):
+            return
+        self._next = now + every
+        large = self._bandwidth_s is not None and now >= self._next_large
+        if large:
+            self._next_large = now + (self._bandwidth_s or 0.0)
+        self._number = self._hub.request(
+            RequestKind.PROBE, BANDWIDTH if large else _INTERVAL, within_s=_AGREED_WITHIN_S
         )
-        return self.failed
+        self._flight = Flight(asked=now)
+
+    # -- verdicts ----------------------------------------------------------------------------
+
+    def _take(
+        self,
+        verdict: Nothing | Suspended | Fine | Found | AskNetwork | Off,
+        seen: Sequence[RankSeen],
+        now: float,
+    ) -> Event | None:
+        match verdict:
+            case Fine():
+                return self._fine(verdict, seen)
+            case Found():
+                self._begin_to_gather(verdict, now)
+                return None
+            case AskNetwork():
+                return self._ask_network(verdict, seen, now)
+            case Off():
+                return self._switch_off(verdict, seen)
+            case _:
+                return None
+
+    def _fine(self, fine: Fine, seen: Sequence[RankSeen]) -> Event | None:
+        self._flight = None
+        self._good += 1
+        self._latency = fine.latency_s
+        self._bandwidth = fine.bandwidth or self._bandwidth
+        if self._observer is not None:
+            self._observer.on_fine(fine.latency_s, fine.bandwidth, fine.arrivals)
+        if self._good % _SAMPLE != 1:
+            return None
+        bandwidth, self._bandwidth = self._bandwidth, 0.0
+        return ProbeMeasured(
+            ok=True,
+            step=max(each.step for each in seen),
+            latency_s=fine.latency_s,
+            bandwidth=bandwidth or None,
+            count=1 if self._good == 1 else _SAMPLE,
+        )
+
+    def _switch_off(
+        self, off: Off, seen: Sequence[RankSeen], beside: tuple[Evidence, ...] = ()
+    ) -> Event:
+        self._off, self._flight = True, None
+        why = "; ".join((off.why, *(f"{each.source}: {each.text}" for each in beside)))
+        return ProbeOff(step=max(each.step for each in seen), why=why)
+
+    def _ask_network(self, ask: AskNetwork, seen: Sequence[RankSeen], now: float) -> Event | None:
+        """Its word comes first; where there is nobody to ask, or nothing wrong, what else it is."""
+        if self._network is not None:
+            self._network.ask()  # nothing while it is under way, or has just been
+            said = self._network.verdict(now)
+            if said is None:
+                return None
+            if isinstance(ask.otherwise, Off) and ask.otherwise.goes_on:
+                return self._switch_off(ask.otherwise, seen, said.evidence)
+            if said.ranks:
+                self._begin_to_gather(_of_network(said, ask.otherwise, seen), now)
+                return None
+            if isinstance(ask.otherwise, Found):
+                found = ask.otherwise
+                found = replace(found, evidence=(*found.evidence, *said.evidence))
+                self._begin_to_gather(found, now)
+                return None
+        return self._take(ask.otherwise, seen, now)
+
+    def _begin_to_gather(self, found: Found, now: float) -> None:
+        self._suspect = found
+        self._stacks.begin(now)
+
+    def _gather(self, found: Found, seen: Sequence[RankSeen], now: float) -> Event | None:
+        """Evidence first; whoever talks again meanwhile was only slow."""
+        if found.silent and (not _still_silent(found, seen) or not any(e.talks for e in seen)):
+            self._suspect = None
+            return None
+        if not self._stacks.over(now, [each.rank for each in seen if each.watched]):
+            return None
+        self._suspect, self._flight = None, None
+        found = _with_stacks(found, self._stacks.looks)
+        if self._good:
+            text = f"{self._good} fine, the last in {1e3 * self._latency:.3g} ms"
+            found = replace(found, evidence=(*found.evidence, Evidence("probes before", text)))
+        self.failed = found
+        return ProbeMeasured(
+            ok=False,
+            step=found.step,
+            late_ranks=found.ranks,
+            late_hosts=found.hosts,
+            wrong=found.wrong,
+            evidence=found.evidence,
+        )
+
+
+def _still_silent(found: Found, seen: Sequence[RankSeen]) -> bool:
+    named = [each for each in seen if each.rank in found.ranks]
+    return not any(each.talks for each in named)
+
+
+def _of_network(said: NetworkVerdict, other: object, seen: Sequence[RankSeen]) -> Found:
+    """The network's word about links, and beside it what made us ask."""
+    before = other.evidence if isinstance(other, Found) else ()
+    hosts = {each.rank: each.host for each in seen}
+    named = [each for each in seen if each.rank in said.ranks]
+    return Found(
+        cause=Cause.HANG,
+        silent=bool(named) and not any(each.talks for each in named),
+        ranks=said.ranks,
+        hosts=tuple(hosts.get(rank, "?") for rank in said.ranks),
+        step=max(each.step for each in seen),
+        confidence=said.confidence,
+        evidence=(*said.evidence, *before),
+    )
+
+
+def _with_stacks(found: Found, looks: Mapping[int, Look]) -> Found:
+    """The verdict with what the others were doing, and where the stacks are kept."""
+    waiting = [
+        rank
+        for rank, look in sorted(looks.items())
+        if rank not in found.ranks and look.where is not None and look.where.together
+    ]
+    lines = list(found.evidence)
+    for rank in found.ranks[:_SHOWN]:
+        look = looks.get(rank)
+        if look is not None and look.where is not None and look.where.top:
+            lines.append(Evidence(f"rank {rank}", look.where.top))
+    if waiting:
+        calls = {look.where.call for look in looks.values() if look.where is not None}
+        where = " and ".join(sorted(calls - {""}))
+        lines.append(Evidence("others", f"{_ranks(waiting)} waiting in {where}"))
+    files = tuple(looks[r].file for r in (found.ranks or sorted(looks)) if _file(looks, r))
+    files = files or tuple(look.file for look in looks.values() if look.file)[:1]
+    if files:
+        lines.append(Evidence("stacks", files[0]))
+    return replace(found, evidence=tuple(lines), files=files)
+
+
+def _file(looks: Mapping[int, Look], rank: int) -> bool:
+    return rank in looks and bool(looks[rank].file)
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, list(ranks)[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

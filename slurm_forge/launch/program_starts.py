@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.control import Hub
+from slurm_forge.control.interfaces import interfaces, preferred_address
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs, mark_of_run
@@ -28,6 +29,7 @@ from slurm_forge.launch.sentinel_step import (
     SentinelStep,
 )
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.variables import for_command
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -84,7 +86,11 @@ class Starts:
         program, file = attempt.file.job.program, attempt.file
         folder = file.folder
         process: ProgramProcess | None = None
-        hub = Hub(world_size=0, nonce=secrets.token_hex(16))
+        hub = Hub(
+            world_size=0,
+            nonce=secrets.token_hex(16),
+            interface_address=preferred_address(file.socket_interface, file.host_suffix),
+        )
         hub.start()
         try:
             self._end_leftovers()
@@ -103,7 +109,14 @@ class Starts:
                 latest=latest,
                 restarts=max(before, 0),
             )
-            variables = {**self._variables, **file.env, **file.job.env, **knobs.to_environ()}
+            variables = for_command(
+                file,
+                self._variables,
+                state.plan,
+                first_node=nodes[0] if nodes else None,
+                interfaces=interfaces(),
+            )
+            variables.update(knobs.to_environ())
             self.launched_at = datetime.now(timezone.utc)
             there = None
             with contextlib.suppress(OSError):

@@ -9,15 +9,16 @@ from typing import Protocol
 
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
-from slurm_forge.journal.events import ProbeMeasured
 from slurm_forge.recovery.launch_facts import (
-    Heartbeat,
     LaunchFacts,
     LostRank,
     RankFailure,
     WorkerEnd,
 )
+from slurm_forge.recovery.preflight import Refusal
+from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]
@@ -72,10 +73,12 @@ class Seen:
     deadline_passed: bool = False
     ending_since: float | None = None
     aborted: bool = False
-    #: The late ranks when the probe failed.
-    beats: tuple[Heartbeat, ...] = ()
+    #: What the look at the nodes before training came to, where the launch is ended for it.
+    refused: Refusal | None = None
     #: The watchdog's verdict.
     stalled: Stall | None = None
+    #: The slow node that the launch is stopped for.
+    straggler: Straggler | None = None
     #: Ranks that had not joined when they were waited for no longer.
     absent: tuple[int, ...] = ()
     first_record: JobRecord | None = None
@@ -87,23 +90,6 @@ class Seen:
         failed in what the program does after its last step.
         """
         return 0 in self.finished and not self.failures
-
-    def feel_pulse(
-        self, members: Mapping[int, MemberView], late: ProbeMeasured, now: float
-    ) -> None:
-        """Note how the late ranks were last heard of; ``now`` on the hub's clock."""
-        self.beats = tuple(
-            Heartbeat(
-                rank=rank,
-                host=member.host,
-                silent=timedelta(seconds=max(0.0, now - member.heard)),
-                phase=member.phase,
-                step=member.step,
-                since=timedelta(seconds=member.since_s),
-            )
-            for rank, member in sorted(members.items())
-            if rank in late.late_ranks
-        )
 
     def _mute(
         self, members: Mapping[int, MemberView], heard: Mapping[int, float], clock: float
@@ -136,7 +122,7 @@ class Seen:
         now: datetime,
         lead: timedelta,
         planned_end: datetime | None,
-        late: ProbeMeasured | None,
+        probe: Found | None,
         job_now: JobRecord | None,
         launched: Launched | None,
         clock: float | None = None,
@@ -172,11 +158,10 @@ class Seen:
             lost=tuple(self.lost),
             absent=self.absent,
             mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
-            beats=self.beats,
+            refused=self.refused,
             stalled=self.stalled,
-            probe_failed=late is not None,
-            late_ranks=() if late is None else late.late_ranks,
-            late_hosts=() if late is None else late.late_hosts,
+            probe=probe,
+            straggler=self.straggler,
             exit_status=None if launched is None else launched.poll(),
             ends=() if launched is None else launched.ends(),
             launcher_text="" if launched is None else launched.tail(),

@@ -1,23 +1,51 @@
-"""The site that a submission from this process is for."""
+"""The site that a submission from this process, or a job that it is in, is for."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
+from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.site.loading import SitePlaces, packaged_folder
 from slurm_forge.site.model import Site
-from slurm_forge.slurm.environment import process_environ
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 
 __all__ = ["find_site"]
 
+#: sbatch is asked next: who does not answer this will not take a job either.
+_PATIENCE = timedelta(seconds=10)
 
-def find_site(wanted: str | None = None) -> Site:
-    """By name or file, else by ``SLURM_FORGE_SITE``, else ``generic``: everything unknown."""
-    knobs = Knobs.from_environ(process_environ())
+
+def find_site(wanted: str | None = None, slurm: Slurm | None = None) -> Site:
+    """By name or file, else by ``SLURM_FORGE_SITE``, else by Slurm's ClusterName, else ``generic``.
+
+    The ClusterName is that of the job that this process is in, else what ``slurm`` says.
+    """
+    environ = process_environ()
     places = SitePlaces(
         packaged=packaged_folder(),
         user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
-        knob=knobs.site,
+        knob=Knobs.from_environ(environ).site,
     )
-    return places.load(wanted).site
+    if wanted is not None or places.knob is not None:
+        return places.load(wanted).site
+    return places.load(cluster_name=_cluster(slurm)).site
+
+
+def _cluster(slurm: Slurm | None) -> str | None:
+    try:
+        environment = SlurmEnvironment.from_environ(process_environ())
+    except ConfigError:
+        environment = None  # whoever begins the run says so
+    if environment is not None and environment.cluster_name is not None:
+        return environment.cluster_name
+    if slurm is None:
+        return None
+    try:
+        if isinstance(slurm, SubprocessSlurm):
+            slurm = slurm.with_timeout(_PATIENCE)
+        return slurm.show_config().cluster_name
+    except ForgeError:
+        return None

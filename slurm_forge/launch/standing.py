@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 
 from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
+from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agents import Begin
 from slurm_forge.control.agents_hub import AgentsHub
 from slurm_forge.control.hub import Said
@@ -18,6 +19,7 @@ from slurm_forge.launch.seen import Launched
 from slurm_forge.launch.steps import StepProcess, srun_command
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.warmth import Start
+from slurm_forge.site.variables import reaches_forks
 
 __all__ = ["StandingStep", "StepOptions", "with_agent"]
 
@@ -89,11 +91,19 @@ class StandingStep:
         self._options: StepOptions | None = None
         self._current: AgentsLaunch | None = None
         self._hub: Hub | None = None
+        #: What the agents were started with, and what the ranks of the last launch had.
+        self._variables: Mapping[str, str] = {}
+        self._given: Mapping[str, str] = {}
         #: Signals that agents got while no launch was on: the next one on them hears of it.
         self._early: list[Said] = []
 
-    def stands_for(self, options: StepOptions, world_size: int) -> bool:
-        """Whether the agents of the launch before can start another one with these options."""
+    def stands_for(
+        self, options: StepOptions, world_size: int, variables: Mapping[str, str] | None = None
+    ) -> bool:
+        """Whether the agents of the launch before can start another one with these options.
+
+        Not where ``variables`` differ in what an interpreter or torch reads when it starts.
+        """
         agents, launch = self._agents, self._current
         return (
             agents is not None
@@ -101,8 +111,16 @@ class StandingStep:
             and launch.gone_for_sure
             and options == self._options
             and agents.world_size == world_size
+            and (variables is None or all(map(reaches_forks, self._other(variables))))
             and all(agent.connected for agent in agents.agents().values())
         )
+
+    def _other(self, variables: Mapping[str, str]) -> list[str]:
+        """Names of the variables that are not as the agents have them."""
+        here = self._variables
+        return [
+            name for name in sorted({*here, *variables}) if here.get(name) != variables.get(name)
+        ]
 
     def begin(
         self,
@@ -121,13 +139,16 @@ class StandingStep:
         ``seats`` and ``seat_file`` place the ranks of a new step, where that has to be said.
         """
         self._hub = hub
+        # What a process has read of its environment it does not read again.
+        going_on = start is Start.IN_PROCESS and variables == self._given
+        self._given = dict(variables)
         order = Begin(
             attempt=knobs.attempt,
             launch=knobs.launch,
             channel=hub.addresses,
             nonce=hub.nonce,
             started=knobs.started or 0.0,
-            in_process=start is Start.IN_PROCESS,
+            in_process=going_on,
         )
         if start is Start.COLD or self._agents is None or self._step is None:
             self.leave()
@@ -142,7 +163,9 @@ class StandingStep:
                 world_size=hub.world_size,
                 nonce=secrets.token_hex(16),
                 on_notice=self._noticed,
+                interface_address=parse_addresses(hub.addresses)[0][0],
             )
+            self._variables = dict(variables)
             agents.begin(order)
             knobs = replace(knobs, agents=agents.addresses, agents_nonce=agents.nonce)
             command = replace(options, payload=payload).command(
@@ -154,6 +177,12 @@ class StandingStep:
                 self._step, agents, hub, knobs.launch, unwinds=self._unwinds
             )
             return self._current
+        other = self._other(variables)
+        order = replace(
+            order,
+            variables=tuple(f"{name}={variables[name]}" for name in other if name in variables),
+            without=tuple(name for name in other if name not in variables),
+        )
         self._step.forget_tail()
         self._current = AgentsLaunch(
             self._step, self._agents, hub, knobs.launch, unwinds=self._unwinds

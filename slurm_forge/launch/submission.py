@@ -20,6 +20,7 @@ from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site
 from slurm_forge.site.storage import storage_at
+from slurm_forge.site.variables import NCCL_INTERFACE
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec import JobSpec
@@ -68,12 +69,19 @@ def create_run(
     """Make the run directory ``runs/<name>`` with its ``run.yaml``; refuses one that has begun."""
     run = RunDirectory.at(runs / job.name)
     storage = storage_at(site, run.path, process_environ())
+    interface = site.socket_interface
+    through = {} if interface is None else {NCCL_INTERFACE: interface}
+    facts = site.facts(job.resources.partition, job.resources.qos)
     file = RunFile(
         submitted_from=str(submitted_from.absolute()),
         python=python or site.python or sys.executable,
         site=site.name,
-        socket_interface=site.socket_interface,
-        env=dict(site.env.always),
+        socket_interface=interface,
+        host_suffix=site.host_suffix,
+        env={**through, **site.env.always},
+        on_hang=dict(site.env.on_hang),
+        never=dict(site.env.never),
+        expected_bandwidth=facts.expected_bandwidth,
         srun_options=tuple(site.srun_options),
         purge_after=None if storage is None else storage.purge_after,
         purge_basis=None if storage is None else storage.purge_basis,

@@ -39,6 +39,8 @@ from slurm_forge.launch.submitit_names import accept_slurm_names
 from slurm_forge.launch.submitit_script import Array, Successor, batch_script
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
 
@@ -155,12 +157,20 @@ class ForgeExecutor(SlurmExecutor):
         run, _ = create_run(
             job,
             runs=folder / "runs",
-            site=find_site("generic"),
+            site=self._site(),
             submitted_from=Path.cwd(),
             python=sys.executable,
         )
         delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run
+
+    def _site(self) -> Site:
+        """Asked for once: an array has many runs."""
+        if self._found is None:
+            self._found = find_site(slurm=SubprocessSlurm.of_this_process())
+        return self._found
+
+    _found: Site | None = None
 
     @staticmethod
     def _room_of(runs: list[RunDirectory]) -> _Room:

@@ -70,7 +70,7 @@ class ForgeJob:
             lifeline = Lifeline.of_standard_input() if knobs.lifeline else None
             return _Stock(run, worker, place, lifeline=lifeline).be_a_rank()
         # Whatever surrounds the user's process (an interactive job, say) is not the run's.
-        with _signals_given_back():
+        with _signals_given_back(), _environment_given_back():
             return _Stock(run, worker, worker.place_from_environ({}), in_process=True).be_a_rank()
 
     def checkpoint(self) -> DelayedSubmission:
@@ -187,6 +187,17 @@ def _signals_given_back() -> Iterator[None]:
         signal.set_wakeup_fd(descriptor)
         for number, handler in handlers:
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _environment_given_back() -> Iterator[None]:
+    """What the site and the job file set is the run's, not of what the user does afterwards."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _raise_in_main(code: int) -> None:

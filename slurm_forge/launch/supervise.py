@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
+from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import (
@@ -31,12 +32,13 @@ from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.variables import for_launch
+from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.seats import Seats
@@ -97,27 +99,8 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         return 0
     watch = JobWatch(slurm, environment.job_ref)
-    ladder = Ladder(
-        slurm,
-        job=environment.job_ref,
-        restart_count=environment.restart_count,
-        script=script,
-        journal=begun.journal,
-        fence=begun.fence,
-        successor=begun.state().successor_of(environment.job_ref),
-        patience=begun.file.job.recovery.limits.controller_patience,
-    )
     try:
-        back = ComingBack(
-            begun,
-            ladder,
-            slurm,
-            nodes=environment.nodes,
-            partition=environment.partition,
-            cluster=environment.cluster_name,
-            knobs=Knobs.from_environ(variables),
-            latest=lambda: watch.latest,
-        )
+        back = way_back(begun, slurm, environment, watch, variables=variables, script=script)
         back.prepare()
         return _Supervisor(
             begun, payload, environment, variables, watch, back, current, slurm
@@ -244,7 +227,11 @@ class _Supervisor:
         tasks = None
         if not seats.everywhere or state.plan.nodes is not None:
             world = tasks = seats.tasks
-        hub = Hub(world_size=world, nonce=secrets.token_hex(16))
+        hub = Hub(
+            world_size=world,
+            nonce=secrets.token_hex(16),
+            interface_address=preferred_address(file.socket_interface, file.host_suffix),
+        )
         hub.start()
         try:
             options = StepOptions(
@@ -254,7 +241,13 @@ class _Supervisor:
                 placed=not seats.everywhere or self._seating.outlives,
                 tasks=tasks,
             )
-            if not self._step.stands_for(options, world):
+            variables = for_launch(file, self._variables, state.plan)
+            # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
+            if "SLURM_CPUS_PER_TASK" in variables:
+                cpus = variables["SLURM_CPUS_PER_TASK"]
+                variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
+                variables.setdefault("OMP_NUM_THREADS", cpus)
+            if not self._step.stands_for(options, world, variables):
                 self._start = Start.COLD
             if self._start is Start.COLD:
                 self._step.leave()  # every rank is gone before another launch begins
@@ -266,12 +259,6 @@ class _Supervisor:
                 launch=attempt.launch,
                 started=time.time(),
             )
-            variables = {**self._variables, **file.env, **file.job.env}
-            # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
-            if "SLURM_CPUS_PER_TASK" in variables:
-                cpus = variables["SLURM_CPUS_PER_TASK"]
-                variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
-                variables.setdefault("OMP_NUM_THREADS", cpus)
             self._launched_at = datetime.now(timezone.utc)
             launched = self._step.begin(
                 options,
@@ -299,6 +286,7 @@ class _Supervisor:
                 save_file=attempt.run.save_file,
                 launched=launched,
                 only_warns=attempt.only_warns,
+                expected_bandwidth=file.expected_bandwidth,
             )
             self._current.begin(conductor)
             return conductor.watch()

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
+from slurm_forge.journal.state import Baseline
 from slurm_forge.recovery.interval import measured_interval, seen_between
 from slurm_forge.recovery.stretches import Rules
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["Timing", "lead_time", "planned_end", "timing"]
 
@@ -22,6 +25,9 @@ class Timing:
     save_every: timedelta | None
     probe_every: timedelta | None
     probe_deadline: timedelta
+    #: How long a rank may say nothing, and between two probes that measure bandwidth, too.
+    probe_silence: timedelta = timedelta(seconds=5)
+    bandwidth_every: timedelta | None = None
     #: The mean time between interruptions, where the interval is ours to choose: then every commit
     #: says anew how often to save.
     between: timedelta | None = None
@@ -34,6 +40,15 @@ class Timing:
     #: When a rank counts as hung, and how long earlier attempts stayed in what.
     hang: Rules | None = None
     stretches: tuple[tuple[str, float], ...] = ()
+    #: From how many times as slow a node counts as slow, how often ranks tell their pace, and what
+    #: was usual in earlier attempts.
+    straggler: float | None = None
+    pace_every: timedelta = timedelta(seconds=15)
+    baselines: tuple[Baseline, ...] = ()
+    #: Whether more is done about a slow node than to tell of it.
+    acts_on_stragglers: bool = False
+    #: How long a node may take to be looked at before training begins.
+    preflight: timedelta = timedelta(minutes=1)
 
     def margin(self, given: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
@@ -90,10 +105,19 @@ def timing(
         between=seen_between(state, now=now) if automatic else None,
         probe_every=job.probe.every if job.probe.enabled else None,
         probe_deadline=job.probe.deadline,
+        probe_silence=job.probe.silence,
+        bandwidth_every=job.probe.bandwidth.every if job.probe.bandwidth.enabled else None,
         planned_end=end,
         kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
         hang=_hang_rules(job),
         stretches=state.stretches,
+        straggler=job.probe.straggler if job.probe.enabled else None,
+        pace_every=job.probe.pace_every,
+        baselines=state.baselines,
+        acts_on_stragglers=any(
+            rung.do is not Action.WARN for rung in job.recovery.ladder(Cause.STRAGGLER)
+        ),
+        preflight=job.preflight.within,
     )
 
 

@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from slurm_forge.control import Hub, MemberView
+from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
-from slurm_forge.control.hub import WitnessView
 from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
+from slurm_forge.launch.network_watch import NetworkWatch
+from slurm_forge.launch.sight import Sight
 from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
 from slurm_forge.recovery.stretches import Rules, Stretches
+from slurm_forge.recovery.unreached import with_network
 
 __all__ = ["Watchdog"]
 
 _LOOK_EVERY_S = 0.5
-#: A witness says something every second.
-_SILENT_S = 8.0
-#: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
-_GAP_S = 3.0
 _STACKS_WITHIN_S = 6.0
 #: Between two looks at the stacks: long enough to see whether a rank computes.
 _BETWEEN_S = 2.0
+#: What limits are where the watchdog is switched off and others ask for them.
+_USUAL = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 #: What was learned is written down after so long, then after twice as long, and so on.
 _FIRST_WRITE_S = 60.0
 
@@ -45,6 +45,7 @@ class Watchdog:
     """``look`` several times a second, ``hear`` what witnesses say; ``stalled`` is the verdict.
 
     ``rules`` None switches it off.  ``learned`` are the longest stretches of earlier attempts.
+    ``network`` is asked where all wait for each other, or somebody is silent.
     """
 
     def __init__(
@@ -56,24 +57,29 @@ class Watchdog:
         attempt: int,
         launch: int,
         learned: Mapping[str, float] | None = None,
+        network: NetworkWatch | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self._hub = hub
+        self._network = network or NetworkWatch(hub, clock)
         self._rules = rules
         self._clock = clock
         self._attempt, self._launch = attempt, launch
         #: The verdict, once there is one.
         self.stalled: Stall | None = None
-        self._stretches = Stretches(rules or Rules(1.0, timedelta(0), timedelta(0)))
+        self._sight = sight or Sight(hub, clock)
+        self._stretches = Stretches(rules or _USUAL)
         for kind, seconds in (learned or {}).items():
             self._stretches.note(kind, seconds)
-        self._begun = self._looked = clock()
-        self._next = self._fresh_from = self._begun
+        self._begun = self._next = clock()
+        self._fresh_from = self._sight.fresh_from
         self._next_write = self._begun + _FIRST_WRITE_S
         self._written: dict[str, float] = dict(learned or {})
         self._suspicion: _Suspicion | None = None
+        #: A verdict that waits for what the network looks like.
+        self._held: Stall | None = None
         self._number = 0
         self._not_before: tuple[str, timedelta] | None = None
-        self._places: dict[int, tuple[tuple[int, ...], float]] = {}
 
     def hear(self, rank: int, message: p.Message) -> None:
         """A witness said how long something took, or what it has found."""
@@ -98,6 +104,10 @@ class Watchdog:
             self._not_before = ("warned of", 2 * self.stalled.since)
             self.stalled = None
 
+    def limit(self, kind: str) -> timedelta:
+        """How long a rank may be in a stretch of the kind, by what was learned."""
+        return self._stretches.limit(kind)
+
     def saved(self, seconds: float) -> None:
         """A checkpoint took so long to be durable: a rank may wait for that, too."""
         self._stretches.note("save", seconds)
@@ -106,27 +116,26 @@ class Watchdog:
         """What is to be written down, if anything.  ``gone`` are ranks that have said goodbye."""
         if self._rules is None or self.stalled is not None or now < self._next:
             return None
-        if now - self._looked > _GAP_S + _LOOK_EVERY_S:
-            self._begin_anew(now)
-        self._looked, self._next = now, now + _LOOK_EVERY_S
-        views = self._views(now, frozenset(gone))
+        self._sight.awake(now)
+        self._next = now + _LOOK_EVERY_S
+        views = self._sight.views(now, frozenset(gone))
         if len(views) < self._hub.world_size - len(frozenset(gone)):
             return None  # not all have come yet
         if views and all(view.silent or view.state == "T" for view in views.values()):
-            self._begin_anew(now)
+            self._sight.begin_anew(now)
+        if self._fresh_from != self._sight.fresh_from:  # the job was suspended, or we were
+            self._fresh_from = self._sight.fresh_from
+            self._suspicion = self._held = None
         event = self._judge(views, now)
         return event or self._learned(now)
-
-    def _begin_anew(self, now: float) -> None:
-        """The job was suspended, or we were: how long anything took until now means nothing."""
-        self._fresh_from = now
-        self._suspicion = None
 
     def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
         found = standstill(tuple(views.values()), self._stretches)
         if found is None:
-            self._suspicion = self._not_before = None
+            self._suspicion = self._held = self._not_before = None
             return None
+        if self._held is not None:
+            return self._weigh_network(self._held, views, now)
         if self._not_before is not None and found.since < self._not_before[1]:
             return None
         if self._suspicion is None:
@@ -155,6 +164,25 @@ class Watchdog:
         if isinstance(verdict, Excused):
             self._not_before = (verdict.why, verdict.until)
             return None
+        # Nor is it known of whom its witness says nothing: the way to it may be cut.
+        late = verdict.late_ranks
+        if not late or any(views[r].silent or r not in suspicion.looks for r in late):
+            self._held = verdict
+            self._network.ask()
+            return None
+        return self._see(verdict)
+
+    def _weigh_network(
+        self, held: Stall, views: Mapping[int, RankView], now: float
+    ) -> Event | None:
+        """All wait for each other, or nothing is heard of some: it may be the way to them."""
+        found = self._network.verdict(now)
+        if found is None:
+            return None
+        self._held = None
+        return self._see(with_network(held, found, {r: view.host for r, view in views.items()}))
+
+    def _see(self, verdict: Stall) -> StallSeen:
         self.stalled = verdict
         return StallSeen(
             step=verdict.step,
@@ -182,57 +210,3 @@ class Watchdog:
             return None
         self._written = longest
         return StretchesLearned(seconds={kind: round(s, 3) for kind, s in longest.items()})
-
-    # -- what is known -----------------------------------------------------------------------
-
-    def _views(self, now: float, gone: frozenset[int]) -> dict[int, RankView]:
-        witnesses = self._hub.witnesses()
-        return {
-            rank: self._view(member, witnesses.get(rank), now)
-            for rank, member in self._hub.members().items()
-            if rank not in gone
-        }
-
-    def _view(self, member: MemberView, witness: WitnessView | None, now: float) -> RankView:
-        if witness is None or witness.pulse is None or not witness.connected:
-            return self._by_heartbeat(member, now)
-        pulse = witness.pulse
-        silence = now - max(witness.heard, self._fresh_from)
-        if silence > _SILENT_S and now - max(member.heard, self._fresh_from) < _SILENT_S:
-            return self._by_heartbeat(member, now)  # it is the witness that is stuck
-        silent = silence > _SILENT_S
-        since = min(pulse.since_s + (silence if silent else 0.0), now - self._fresh_from)
-        return RankView(
-            rank=member.rank,
-            host=member.host,
-            place=(pulse.turn, pulse.step, pulse.begun, pulse.phase_no, pulse.poll),
-            step=pulse.step,
-            phase=pulse.phase,
-            kind=pulse.kind,
-            since=timedelta(seconds=since),
-            state=pulse.state,
-            silent=silent,
-            mute=timedelta(seconds=pulse.mute_s),
-        )
-
-    def _by_heartbeat(self, member: MemberView, now: float) -> RankView:
-        """Of a rank without a witness: what its own thread says, while it can."""
-        place = (member.turn, member.step, member.begun, 0, 0)
-        known = self._places.get(member.rank)
-        if known is None or known[0] != place:
-            known = self._places[member.rank] = (place, now)
-        since = now - max(known[1], self._fresh_from)
-        # Of a phase of the program's own its length is not known: witnesses tell of its parts.
-        plain = member.begun > 2 and member.phase in ("train", "data", "save")
-        kind = member.phase if plain else f"first {member.phase}"
-        silent = now - max(member.heard, self._fresh_from) > _SILENT_S
-        return RankView(
-            rank=member.rank,
-            host=member.host,
-            place=place,
-            step=member.step,
-            phase=member.phase,
-            kind=kind,
-            since=timedelta(seconds=since),
-            silent=silent,
-        )

@@ -6,10 +6,8 @@ probe, Slurm's and the kernel's words about those that went without any, and las
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from slurm_forge.recovery.deaths import first_lost, of_a_silence
-from slurm_forge.recovery.launch_facts import Heartbeat, LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank, RankFailure
 from slurm_forge.recovery.slurm_says import (
     Judged,
     failed_nodes,
@@ -18,6 +16,7 @@ from slurm_forge.recovery.slurm_says import (
     node_lost,
     of_a_stop,
 )
+from slurm_forge.recovery.straggling import in_words
 from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
@@ -29,8 +28,6 @@ _MAY_BE_MEMORY = frozenset({Cause.NCCL_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.
 #: Causes that lie with the node, or the process, of the rank that went first.
 _OF_A_RANK = frozenset({Cause.NODE_FAIL, Cause.CRASH, Cause.HOST_OOM, Cause.GPU_ERROR})
 _SHOWN_FOLLOWERS = 8
-#: Heartbeats come every second, from a thread that only a stopped process or a held GIL keeps.
-_FROZEN = timedelta(seconds=4)
 
 
 def classify(facts: LaunchFacts, incident_id: str) -> Incident:
@@ -55,16 +52,22 @@ def _where(
 ) -> tuple[int | None, tuple[str, ...]]:
     """The rank and the hosts that the incident started on, where that is known."""
     nodes = failed_nodes(facts)
-    if cause is Cause.NODE_FAIL and nodes:
+    if cause is Cause.NODE_FAIL and nodes and facts.refused is None:
         on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
         return (on_it[0] if on_it else None), nodes
+    refused = facts.refused
+    if refused is not None and cause is refused.cause:
+        return refused.rank, refused.hosts
     stall = facts.stalled
     if stall is not None and cause is stall.cause:
-        return (stall.late_ranks[0] if stall.late_ranks else None), stall.late_hosts
+        return (stall.late_ranks[0] if stall.late_ranks else None), _each_once(stall.late_hosts)
+    probe = facts.probe
+    if stall is None and probe is not None and cause is probe.cause:
+        return (probe.ranks[0] if probe.ranks else None), _each_once(probe.hosts)
     if first is not None and cause is first.cause:
         return (None, ()) if first.everybody else (first.rank, (first.host,))
-    if facts.probe_failed and cause is Cause.HANG:
-        return (facts.late_ranks[0] if facts.late_ranks else None), facts.late_hosts
+    if facts.straggler is not None and cause is Cause.STRAGGLER:
+        return facts.straggler.ranks[0], (facts.straggler.host,)
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
         return first.rank, (first.host,)
     lost = first_lost(facts)
@@ -74,11 +77,24 @@ def _where(
     return None, ()
 
 
+def _each_once(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Of several ranks of one host."""
+    return tuple(dict.fromkeys(hosts))
+
+
 def _step(facts: LaunchFacts) -> int | None:
     if facts.stalled is not None:
         return facts.stalled.step
+    if facts.probe is not None:
+        return facts.probe.step
     first = _first_failure(facts)
     return facts.step if first is None else first.step
+
+
+def _named(facts: LaunchFacts) -> set[str]:
+    """The hosts that were named while the launch went on."""
+    named = set() if facts.stalled is None else set(facts.stalled.late_hosts)
+    return named if facts.probe is None else named | set(facts.probe.hosts)
 
 
 def _first_failure(facts: LaunchFacts) -> RankFailure | None:
@@ -123,40 +139,36 @@ def _judge(facts: LaunchFacts) -> Judged:
             return from_slurm
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
-    gone = vanished(facts) and not killed_for_memory(facts) and not facts.lost
+    silent = vanished(facts)
+    gone = silent and not killed_for_memory(facts) and not facts.lost
+    # Who can't reach the others hears nothing of them: then it is not they who are gone.
+    named = _named(facts)
+    if named and not named & set(silent):
+        gone = ()
     if gone and (first is None or first.cause is Cause.NCCL_ERROR):
         without = node_lost(facts)
         if without is not None:
             return without
+    if facts.refused is not None:
+        return facts.refused.cause, facts.refused.confidence, facts.refused.evidence
     if facts.stalled is not None:  # what ranks say once they are ended follows from it
-        return facts.stalled.cause, Confidence.LIKELY, facts.stalled.evidence
+        return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
+    if facts.probe is not None:
+        return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
     if first is not None:
         return _by_last_words(facts, first)
     if facts.asked_again:
         words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
         return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
-    if facts.probe_failed:
-        late = ", ".join(
-            f"rank {rank} ({host})"
-            for rank, host in zip(facts.late_ranks, facts.late_hosts, strict=False)
-        )
-        probe = Evidence("probe", f"late: {late or 'nobody'}")
-        beats = (Evidence("heartbeat", _pulse(each)) for each in facts.beats[:_SHOWN_FOLLOWERS])
-        return Cause.HANG, Confidence.LIKELY, (probe, *beats)
+    if facts.straggler is not None:
+        sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
+        return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
     told = killed_for_memory(facts) or node_lost(facts)
     if heard and (facts.stopped_at is not None or not (told or facts.failures)):
         signals = ", ".join((*facts.rank_signals, *facts.batch_signals))
         text = f"{signals} without anything in Slurm's records that explains it"
         return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)
     return of_a_silence(facts)
-
-
-def _pulse(beat: Heartbeat) -> str:
-    """Whether its process lives, and what it does: frozen, or waiting for something."""
-    who, silent = f"rank {beat.rank} ({beat.host})", beat.silent.total_seconds()
-    if beat.silent > _FROZEN:
-        return f"{who} silent for {silent:.0f} s: its process is frozen, or its node is gone"
-    return f"{who} lives: {beat.phase} at step {beat.step} for {beat.since.total_seconds():.0f} s"
 
 
 def _by_last_words(facts: LaunchFacts, first: RankFailure) -> Judged:

@@ -12,6 +12,7 @@ from slurm_forge.recovery.seats import Room
 from slurm_forge.spec.recovery import LONGEST_WAIT, Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import Variable
 
 __all__ = ["LR_FLOOR", "asks_hook_first", "decide", "skips_allowed"]
 
@@ -44,6 +45,7 @@ def decide(
     hook: bool = False,
     allocation: bool = True,
     room: Room | None = None,
+    on_hang: tuple[Variable, ...] = (),
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
@@ -56,6 +58,7 @@ def decide(
     ``Action.HOOK``, a question that is not journalled: ask the hook and go on with
     ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were;
     ``room``: what is left there, for a job that goes on without the nodes that it loses.
+    ``on_hang``: the site's variables for after a hang.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
@@ -74,6 +77,7 @@ def decide(
         hook=hook,
         allocation=allocation,
         room=room if allocation else None,
+        on_hang=on_hang,
     )
     refused: list[str] = []
     for index, rung in enumerate(policy.ladder(incident.cause)):

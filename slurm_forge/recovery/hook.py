@@ -83,6 +83,8 @@ def _bounded(asked: RecoveryPlan, before: RecoveryPlan, *, batch_coupled: bool) 
         skipped=merged([*before.skipped, *asked.skipped]),
         reseeded=max(before.reseeded, asked.reseeded),
         exclude_nodes=tuple(sorted(set(asked.exclude_nodes))),
+        variables=before.variables,
+        variables_past=before.variables_past,
     )
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.recovery.preflight import Refusal
+from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Heartbeat", "LaunchFacts", "LostRank", "RankFailure", "WorkerEnd"]
+__all__ = ["LaunchFacts", "LostRank", "RankFailure", "WorkerEnd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +41,6 @@ class LostRank:
     rank: int
     host: str
     output: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
-    """A rank as it was last heard of: ``silent`` ago, ``since`` in that ``phase``."""
-
-    rank: int
-    host: str
-    silent: timedelta
-    phase: str
-    step: int
-    since: timedelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +94,14 @@ class LaunchFacts:
     lost: tuple[LostRank, ...] = ()
     #: Ranks that were waited for in vain at the start.
     absent: tuple[int, ...] = ()
-    late_ranks: tuple[int, ...] = ()
-    late_hosts: tuple[str, ...] = ()
-    probe_failed: bool = False
     #: The watchdog's verdict, if the launch stood still.
     stalled: Stall | None = None
-    #: Of the ranks that were late, when the probe failed.
-    beats: tuple[Heartbeat, ...] = ()
+    #: The verdict of a probe that failed, or of ranks that fell silent.
+    probe: Found | None = None
+    #: The slow node that the launch was stopped for.
+    straggler: Straggler | None = None
+    #: What was found before training began, and the launch is ended for.
+    refused: Refusal | None = None
     exit_status: int | None = None
     #: In the order in which agents said it, where ranks have agents.
     ends: tuple[WorkerEnd, ...] = ()

@@ -17,7 +17,7 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.retention import Present, wanted
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
-from slurm_forge.vocabulary.plan import SampleWindow
+from slurm_forge.vocabulary.plan import SampleWindow, Variable
 from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["Act", "Assumed", "Further", "Rehearsal", "rehearse"]
@@ -41,6 +41,8 @@ class Assumed:
     every_steps: int = 100
     global_batch: int = 512
     micro_batch: int = 8
+    #: The site's variables for after a hang.
+    on_hang: tuple[Variable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ class _Stage:
             time=job.resources.time,
             nodes=job.resources.nodes,
             room=self._room(incident),
+            on_hang=self._assumed.on_hang,
             now=self._now,
             in_process=cause in INSTABILITY,
         )

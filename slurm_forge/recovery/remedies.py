@@ -23,6 +23,8 @@ _REMEDIES = {
     Cause.ADMIN_REQUEUE: "ask the cluster's support why it is requeued",
     Cause.NODE_FAIL: "leave the failing nodes out (slurm-forge requeue RUN --exclude NODES)",
     Cause.HANG: "look in the output for what the rank that the evidence names was waiting for",
+    Cause.STRAGGLER: "leave the slow node out (slurm-forge requeue RUN --exclude NODES), or allow "
+    "it (recovery: {straggler: [{do: warn}]})",
     Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",
     Cause.GPU_ERROR: "report the node to the cluster's support and leave it out "
     "(slurm-forge requeue RUN --exclude NODES)",

@@ -15,10 +15,10 @@ from slurm_forge.recovery.seats import Room
 from slurm_forge.recovery.targets import Target, again, next_start, target_of
 from slurm_forge.recovery.windows import left_out, shown, too_short
 from slurm_forge.slurm.nodelist import check_node_name
-from slurm_forge.spec.recovery import Rung, SkipSamples
+from slurm_forge.spec.recovery import Rung, SkipSamples, VariableSet, takes_variables
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Incident
-from slurm_forge.vocabulary.plan import RecoveryPlan
+from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 
 __all__ = ["LR_FLOOR", "MOST_TIME", "Applied", "Circumstances", "apply", "changes_between"]
 
@@ -36,7 +36,8 @@ class Circumstances:
     of the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None:
     not known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``:
     the program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
-    ``room`` is what is left of it, where the job outlives nodes that it loses.
+    ``room`` is what is left of it, where the job outlives nodes that it loses.  ``on_hang`` are the
+    site's variables for after a hang, those that would change anything.
     """
 
     batch_coupled: bool = False
@@ -47,6 +48,7 @@ class Circumstances:
     hook: bool = False
     allocation: bool = True
     room: Room | None = None
+    on_hang: tuple[Variable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,21 @@ class Applied:
 
 def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances) -> Applied | str:
     """The plan after a rung, or in a few words why the rung can't be applied."""
+    applied = _applied(rung, state, incident, given)
+    if isinstance(applied, str):
+        return applied
+    before = after = applied.plan
+    if rung.variables is VariableSet.NONE:
+        after = replace(before, variables=(), variables_past=0)
+    elif given.on_hang and takes_variables(incident.cause, rung):
+        after = replace(before, variables=given.on_hang, variables_past=state.high_water)
+    changes = (*applied.changes, *changes_between(before, after))
+    return replace(applied, plan=after, changes=changes)
+
+
+def _applied(
+    rung: Rung, state: RunState, incident: Incident, given: Circumstances
+) -> Applied | str:
     plan = state.plan
     match rung.do:
         case Action.SHRINK_MICRO_BATCH:
@@ -263,6 +280,7 @@ def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, 
         ("skipped_samples", shown(before.skipped), shown(after.skipped)),
         ("reseeded", str(before.reseeded), str(after.reseeded)),
         ("exclude_nodes", ",".join(before.exclude_nodes), ",".join(after.exclude_nodes)),
+        ("variables", " ".join(map(str, before.variables)), " ".join(map(str, after.variables))),
     )
     return tuple(Change(name, old, new) for name, old, new in texts if old != new)
 

@@ -18,7 +18,9 @@ from slurm_forge.vocabulary.decision import Incident
 __all__ = ["Room", "Seats", "doubted", "launch_nodes", "lost_here", "seats"]
 
 #: What lies with a node, or may: another one is worth a try where it costs nothing.
-_OF_NODES = frozenset({Cause.NODE_FAIL, Cause.GPU_ERROR, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH})
+_OF_NODES = frozenset({
+    Cause.NODE_FAIL, Cause.GPU_ERROR, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.STRAGGLER,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.stretches import Stretches
-from slurm_forge.vocabulary.cause import Cause, Evidence
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = ["FROZEN", "Excused", "Look", "RankView", "Stall", "Standstill", "judge", "standstill"]
 
@@ -84,6 +84,7 @@ class Stall:
     limit: timedelta
     evidence: tuple[Evidence, ...]
     files: tuple[str, ...] = ()
+    confidence: Confidence = Confidence.LIKELY
 
 
 @dataclass(frozen=True, slots=True)

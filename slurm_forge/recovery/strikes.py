@@ -18,15 +18,18 @@ _WEIGHTS: dict[Cause, dict[Confidence, float]] = {
     Cause.GPU_ERROR: {Confidence.CERTAIN: 1.9, Confidence.LIKELY: 1.5, Confidence.GUESS: 0.5},
     Cause.NODE_FAIL: {Confidence.CERTAIN: 1.9, Confidence.LIKELY: 1.5, Confidence.GUESS: 0.5},
     Cause.HANG: {Confidence.CERTAIN: 0.75, Confidence.LIKELY: 0.75, Confidence.GUESS: 0.35},
-    # Told by the first rank that noticed, which is seldom the one to blame.
-    Cause.NCCL_ERROR: {Confidence.CERTAIN: 0.4, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
+    # Told by the first rank that noticed, which is seldom the one to blame; certain is that what a
+    # rank sent arrived changed at all others: its node computes or sends what it should not.
+    Cause.NCCL_ERROR: {Confidence.CERTAIN: 1.5, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
+    # A fifth of the nodes of a cluster is slower than the rest at some time; it takes four.
+    Cause.STRAGGLER: {Confidence.LIKELY: 0.3},
     Cause.CRASH: {Confidence.CERTAIN: 0.4, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
 }
 #: A step that was bad once and fine when it was computed again.
 _WRONG_ARITHMETIC = 0.75
 #: In a job of one node there is none to compare it with: most such failures are the program's.
 _ALONE = 0.5
-_OF_PROGRAMS = frozenset({Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH})
+_OF_PROGRAMS = frozenset({Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.STRAGGLER})
 #: Slurm names each node that it lost; whatever else names several names one of them, or none.
 _EACH_BY_ITSELF = frozenset({Cause.NODE_FAIL})
 

@@ -10,6 +10,7 @@ from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.report.consequences import consequences, restart, saves, strike
 from slurm_forge.report.logs import where
+from slurm_forge.report.paces import told_slow, told_trend
 from slurm_forge.report.planned import step_of
 from slurm_forge.report.skipping import row_of
 from slurm_forge.report.trouble import is_fault
@@ -28,6 +29,7 @@ _WIDTH = 110
 _SHOWN_NOTES = 5
 _SHOWN_ROWS = 5
 _SHOWN_INCIDENTS = 8
+_SHOWN_PACES = 5
 #: Pieces of evidence that are told without being asked for: the strongest come first.
 _SHOWN_EVIDENCE = 3
 #: What ranks that only followed the first one said: told in a few words.
@@ -119,6 +121,7 @@ class AttemptTeller:
             *self._rejected(launch),
             *self._skips(launch),
             *self._probes(launch),
+            *self._paces(launch),
             *self._incidents_of(one, launch),
         ]
         if self._full:
@@ -128,7 +131,12 @@ class AttemptTeller:
         if self._full and launch.probes:
             slowest = launch.slowest_probe_s
             took = "" if slowest is None else f", the slowest in {t.span(slowest)}"
-            yield f"  {t.plural(launch.probes, 'probe')} fine{took}"
+            speed = launch.bandwidth
+            fast = "" if speed is None else f", {speed / 1e9:.2g} GB/s over all ranks"
+            yield f"  {t.plural(launch.probes, 'probe')} fine{took}{fast}"
+        if launch.probe_off:
+            why = t.clean(launch.probe_off, self._limit)
+            yield f"  the probe broke and training went on without it: {why}"
         yield from self._end(launch, over=over)
 
     def _resumes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
@@ -258,7 +266,16 @@ class AttemptTeller:
             line = f"{self._at(failed.time)}  save at step {t.number(failed.step)} failed: {why}"
             yield failed.time, [line]
         for late in launch.late_probes:
-            yield late.time, [f"{self._at(late.time)}  probe failed, late: {_late(late)}"]
+            what = "values arrived changed" if late.wrong else "late"
+            yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late)}"]
+
+    def _paces(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        """Slow nodes, and what became slower for everybody; of many the first ones."""
+        shown = None if self._full else _SHOWN_PACES
+        for slow in launch.slow[:shown]:
+            yield slow.time, [f"{self._at(slow.time)}  {told_slow(slow, self._zone)}"]
+        for trend in launch.trends[:shown]:
+            yield trend.time, [f"{self._at(trend.time)}  {told_trend(trend, self._zone)}"]
 
     def _details(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         """What is told in full only."""

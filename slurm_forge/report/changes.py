@@ -164,7 +164,10 @@ def _unknown(decisions: Iterable[Decision]) -> Iterator[ScienceChange]:
 
 
 #: What changes only how the same is computed.
-_BESIDE = ("micro_batch", "mem_factor", "worker_factor", "time_factor", "nodes", "exclude_nodes")
+_BESIDE = (
+    "micro_batch", "mem_factor", "worker_factor", "time_factor", "nodes", "exclude_nodes",
+    "variables",
+)  # fmt: skip
 
 
 def _beside(
@@ -197,6 +200,8 @@ def _way(first: Change, last: Change, global_batch: int | None, asked: int | Non
             return f"time limit x{factor(new)} of what was asked"
         case "nodes":
             return nodes_in_words(old, new, asked)
+        case "variables":
+            return f"after trouble ranks were started with {new or 'the usual variables again'}"
         case _:
             return f"nodes left out: {new or 'none any more'}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import tzinfo
 
 from slurm_forge.journal import Record
@@ -10,6 +11,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.report.consequences import strike
+from slurm_forge.report.paces import PaceTelling, told_slow, told_trend
 from slurm_forge.report.planned import in_words, planned
 from slurm_forge.vocabulary.cause import Evidence
 
@@ -82,10 +84,19 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             wait = event.decision.wait_s
             later = f", waits {t.span(wait)} before the next start" if wait >= 1 else ""
             return f"decided: {t.clean(event.decision.reason, 300)}{changes}{later}"
+        case ev.PreflightMeasured() if event.bad or event.told:
+            bad = [f"{t.some_nodes(event.bad)} refused"] if event.bad else []
+            return "before the launch: " + "; ".join([*bad, *(t.clean(e, 160) for e in event.told)])
+        case ev.ProbeMeasured() if event.wrong:
+            return f"probe failed, values arrived changed: {_ranks(event)}"
         case ev.ProbeMeasured() if not event.ok:
             return f"probe failed, late: {_ranks(event)}"
+        case ev.ProbeOff():
+            return f"the probe broke and training goes on without it: {t.clean(event.why, 200)}"
         case ev.StallSeen():
             return f"stands still for {t.span(event.since_s)}, late: {_ranks(event)}"
+        case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
+            return _pace(event, record.time, zone)
         case ev.RequeueDone():
             if event.successor is not None:
                 return f"successor job {t.clean(event.successor, 40)} submitted"
@@ -117,6 +128,22 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             return t.clean(event.text, 300)
         case _:
             return None
+
+
+def _pace(
+    event: ev.StragglerSeen | ev.StragglerOver | ev.TrendSeen, time: float, zone: tzinfo | None
+) -> str:
+    if isinstance(event, ev.StragglerOver):
+        host, lost = t.clean(event.host, 80), t.span(event.lost_s)
+        return f"{host} is as fast as the others again: {lost} lost by all ranks"
+    heard = PaceTelling()
+    if isinstance(event, ev.TrendSeen) and event.over:
+        heard.hear(replace(event, over=False), time)
+        return f"{told_trend(heard.trends[0], zone).replace('became slower', 'is as before')}"
+    heard.hear(event, time)
+    if heard.slow:
+        return told_slow(heard.slow[0], zone)
+    return told_trend(heard.trends[0], zone)
 
 
 def _skipped(event: ev.StepSkipped) -> str | None:

@@ -9,6 +9,7 @@ from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report import story as s
 from slurm_forge.report.lineage import LaunchKey, Lineage, by_rank_0
+from slurm_forge.report.paces import PaceTelling
 from slurm_forge.report.planned import planned, step_of
 from slurm_forge.report.skipping import TimedSkip, skip_rows
 from slurm_forge.report.spending import MOST_RANKS, Spending, Spent
@@ -94,8 +95,11 @@ class LaunchTelling:
     skipped: list[TimedSkip] = field(default_factory=list)
     probes: int = 0
     slowest: float | None = None
+    bandwidth: float | None = None
+    probe_off: str = ""
     late: list[s.LateProbe] = field(default_factory=list)
     advanced: str = ""
+    paces: PaceTelling = field(default_factory=PaceTelling)
 
     def hear(self, record: Record) -> None:
         """One more record of the launch."""
@@ -136,6 +140,10 @@ class LaunchTelling:
                 self.skipped.append((time, event))
             case ev.ProbeMeasured():
                 self._probed(event, time)
+            case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
+                self.paces.hear(event, time)
+            case ev.ProbeOff():
+                self.probe_off = event.why
             case _:
                 pass
 
@@ -178,11 +186,16 @@ class LaunchTelling:
         if not event.ok:
             self.late.append(
                 s.LateProbe(
-                    time=time, step=event.step, ranks=event.late_ranks, hosts=event.late_hosts
+                    time=time,
+                    step=event.step,
+                    ranks=event.late_ranks,
+                    hosts=event.late_hosts,
+                    wrong=event.wrong,
                 )
             )
             return
         self.probes += event.count
+        self.bandwidth = event.bandwidth or self.bandwidth
         if event.latency_s is not None:
             self.slowest = max(event.latency_s, self.slowest or 0.0)
 
@@ -223,7 +236,11 @@ class LaunchTelling:
             probes=self.probes,
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
+            bandwidth=self.bandwidth,
+            probe_off=self.probe_off,
             program=self.advanced if self._is_program() else None,
+            slow=self.paces.told_slow(self.step),
+            trends=tuple(self.paces.trends),
         )
 
     def _world_size(self) -> int:

@@ -76,6 +76,7 @@ class PlanInForce:
     rolled_back_to: int | None
     time_factor: float = 1.0
     nodes: int | None = None
+    variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +140,13 @@ class NoticeStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateProbe:
-    """A collective probe that failed, and who came late."""
+    """A collective probe that failed, and who came late, or whose values were ``wrong``."""
 
     time: float
     step: int
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
+    wrong: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ def planned(plan: RecoveryPlan, *, at: int, rolled_back_to: int | None = None) -
         rolled_back_to=rolled_back_to,
         time_factor=plan.time_factor,
         nodes=plan.nodes,
+        variables=tuple(map(str, plan.variables)),
     )
 
 
@@ -152,6 +153,8 @@ def in_words(
         case "exclude_nodes":
             before = "" if old in ("", "-") else f" (so far {old})"
             return f"without {new or 'any node left out'}{before}"
+        case "variables":
+            return f"with {new}" if new else "without the site's variables for after a hang"
         case _:
             return f"{t.clean(change.parameter, 64)} {old or 'none'} → {new}"
 

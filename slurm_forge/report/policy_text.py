@@ -9,7 +9,7 @@ from slurm_forge.recovery.rehearsal import Act, Rehearsal
 from slurm_forge.report import text as t
 from slurm_forge.report.planned import back_to_schedule
 from slurm_forge.spec.job import JobSpec
-from slurm_forge.spec.recovery import Ladder, Rung, SkipSamples
+from slurm_forge.spec.recovery import Ladder, Rung, SkipSamples, VariableSet
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Decision
@@ -174,6 +174,9 @@ def _rung(rung: Rung) -> str:
         parts.append("reseeded")
     if rung.exclude_node:
         parts.append("without the node")
+    if rung.variables is not None:
+        none = rung.variables is VariableSet.NONE
+        parts.append("the usual variables" if none else "the site's variables for after a hang")
     return f"{rung.do.value} ({', '.join(parts)})" if parts else rung.do.value
 
 

@@ -9,11 +9,13 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.advice import next_steps
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
+from slurm_forge.report.paces import slow_now
 from slurm_forge.report.planned import planned
 from slurm_forge.report.standing import jobs_of, standing, warnings_of
 from slurm_forge.report.story import (
     CheckpointStory,
     IncidentStory,
+    LaunchStory,
     LoggedFigure,
     PlanInForce,
     WaitingStory,
@@ -52,7 +54,8 @@ class Status:
     every figure that ``run.log`` was given.  ``jobs`` are all that it has run as, ``waiting`` is
     why it waits, where Slurm was asked.  ``program`` is how far a program got that keeps its own
     checkpoints ("" where that was not seen), None in every other run.  Times are
-    seconds since the epoch; None is unknown.
+    seconds since the epoch; None is unknown.  ``slow`` has a line for each node that is slower than
+    the others, and for what has become slower for all.
     """
 
     run: str
@@ -77,6 +80,7 @@ class Status:
     jobs: tuple[str, ...] = ()
     waiting: WaitingStory | None = None
     program: str | None = None
+    slow: tuple[str, ...] = ()
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -108,13 +112,26 @@ def take_status(facts: RunFacts) -> Status:
         plan=None if now.status is RunStatus.FINISHED else _plan(history, state, step or 0),
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
-        warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
+        warnings=(
+            *warnings_of(facts, fenced=len(facts.records) - len(valid)),
+            *_probe_off(launch, now.status),
+        ),
         # The freshest first: what is logged at every step before what is logged now and then.
         logged=tuple(sorted(history.lineage.figures.values(), key=lambda one: -one.step)),
         jobs=jobs_of(state, history),
         waiting=now.waiting,
         program=history.program,
+        slow=()
+        if launch is None or now.status is not RunStatus.RUNNING
+        else tuple(slow_now(launch.slow, launch.trends)),
     )
+
+
+def _probe_off(launch: LaunchStory | None, status: RunStatus) -> tuple[str, ...]:
+    """Nobody looks whether ranks answer right in what runs now."""
+    if launch is None or not launch.probe_off or status is not RunStatus.RUNNING:
+        return ()
+    return (f"the probe broke, and training goes on without it: {clean(launch.probe_off, 300)}",)
 
 
 def _last_checkpoint(history: History, state: RunState, now: float) -> LastCheckpoint | None:
@@ -152,8 +169,9 @@ def _plan(history: History, state: RunState, step: int) -> PlanInForce | None:
         plan.worker_factor,
         plan.time_factor,
         plan.nodes,
+        plan.variables,
     )
-    if not unstable and beside == (None, 1.0, (), 1.0, 1.0, None):
+    if not unstable and beside == (None, 1.0, (), 1.0, 1.0, None, ()):
         return None
     back_to = None
     if unstable and rollback is not None and rollback.decision is not None:

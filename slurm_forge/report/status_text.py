@@ -45,6 +45,7 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     if changed:
         yield "changed", changed
     for label, lines in (
+        ("slow", status.slow),
         ("open", status.open),
         ("warning", status.warnings),
         ("next", status.next),
@@ -123,4 +124,6 @@ def _plan(plan: PlanInForce, total_steps: int | None) -> str:
         parts.append(f"on {t.plural(plan.nodes, 'node')}")
     if plan.exclude_nodes:
         parts.append(f"without {t.some_nodes(plan.exclude_nodes)}")
+    if plan.variables:
+        parts.append(f"with {t.clean(' '.join(plan.variables), 120)}")
     return "; ".join(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_forge.report.paces import SlowStory, TrendStory
 from slurm_forge.report.pieces import (
     ActStory,
     ComebackStory,
@@ -49,7 +50,9 @@ __all__ = [
     "SampleRange",
     "ScienceChange",
     "SkipStory",
+    "SlowStory",
     "StrikeStory",
+    "TrendStory",
     "WaitingStory",
 ]
 
@@ -197,6 +200,11 @@ class LaunchStory:
     slowest_probe_s: float | None
     late_probes: tuple[LateProbe, ...]
     program: str | None = None
+    slow: tuple[SlowStory, ...] = ()
+    trends: tuple[TrendStory, ...] = ()
+    #: Bytes per second of the last probe that measured it, and why there are none any more.
+    bandwidth: float | None = None
+    probe_off: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_forge.documents import build, nearest, read
+from slurm_forge.documents import Document, build, nearest, read
 from slurm_forge.errors import ConfigError
 from slurm_forge.site.detection import GENERIC, detect_site
 from slurm_forge.site.model import Site
@@ -30,6 +30,8 @@ class LoadedSite:
     site: Site
     path: Path
     because: str
+    #: The file's own keys, and the lines that they stand on.
+    document: Document = field(default_factory=lambda: Document({}), repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class SitePlaces:
             return self._named(wanted, "it was asked for")
         if self.knob is not None:
             return self._named(self.knob, "SLURM_FORGE_SITE names it")
-        name = detect_site(cluster_name, (self._read(path) for path in self._files()))
+        name = detect_site(cluster_name, (self._read(path)[0] for path in self._files()))
         if name != GENERIC:
             return self._named(name, f"Slurm's ClusterName is {cluster_name}")
         because = f"no site describes ClusterName {cluster_name}" if cluster_name else "no Slurm"
@@ -64,13 +66,21 @@ class SitePlaces:
         """Names of all sites that can be found, sorted."""
         return tuple(sorted({path.stem for path in self._files()}))
 
+    def files(self) -> tuple[Path, ...]:
+        """All files that are looked into, those that come first in force first."""
+        return tuple(self._files())
+
+    def _loaded(self, path: Path, because: str) -> LoadedSite:
+        site, document = self._read(path)
+        return LoadedSite(site, path, because, document)
+
     def _named(self, wanted: str, because: str) -> LoadedSite:
         if "/" in wanted or wanted.endswith(_SUFFIX):
             path = Path(wanted)
-            return LoadedSite(self._read(path), path, because)
+            return self._loaded(path, because)
         for path in self._files():
             if path.stem == wanted:
-                return LoadedSite(self._read(path), path, because)
+                return self._loaded(path, because)
         known = self.names()
         close = nearest(wanted, known)
         raise ConfigError(
@@ -85,7 +95,7 @@ class SitePlaces:
                 files = (path for path in folder.iterdir() if path.suffix == _SUFFIX)
                 yield from sorted(path for path in files if _NAME.fullmatch(path.stem))
 
-    def _read(self, path: Path) -> Site:
+    def _read(self, path: Path) -> tuple[Site, Document]:
         ours = path.parent == self.packaged
         # The package is as trustworthy as the code in it, whoever installed it.
         site = build(Site, document := read(path, trusted=not ours))
@@ -96,7 +106,7 @@ class SitePlaces:
                 line=document.line_of(("name",)),
                 next_step=f"Rename the file to {site.name}{_SUFFIX}, or change the name in it.",
             )
-        return site
+        return site, document
 
 
 def packaged_folder() -> Path:

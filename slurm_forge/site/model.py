@@ -16,11 +16,14 @@ from pydantic import (
     Field,
     PlainSerializer,
     WithJsonSchema,
+    model_validator,
 )
 
-from slurm_forge.units import format_duration, parse_duration
+from slurm_forge.documents import wrong_key
+from slurm_forge.units import format_bandwidth, format_duration, parse_bandwidth, parse_duration
 
 __all__ = [
+    "Bandwidth",
     "EnvironmentSets",
     "GpuRequest",
     "LimitBySize",
@@ -34,6 +37,12 @@ __all__ = [
 
 def _duration(value: object) -> timedelta | None:
     return None if value is None else parse_duration(value)
+
+
+def _bandwidth(value: object) -> float | None:
+    if value is None or (isinstance(value, float) and value > 0):
+        return value
+    return float(parse_bandwidth(value))
 
 
 def _plain(text: str) -> str:
@@ -73,6 +82,15 @@ Duration = Annotated[
     timedelta | None,
     BeforeValidator(_duration),
     PlainSerializer(lambda value: None if value is None else format_duration(value)),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+]
+#: Bytes per second, as ``"180 GB/s"``; ``null`` where it is unknown.
+Bandwidth = Annotated[
+    float | None,
+    BeforeValidator(_bandwidth),
+    PlainSerializer(
+        lambda value: None if value is None else format_bandwidth(value), when_used="json"
+    ),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
 Line = Annotated[str, AfterValidator(_plain)]
@@ -133,14 +151,33 @@ class PartitionFacts(_Facts):
     gpu: Line | None = None
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
     self_requeue_allowed: bool | None = None
+    #: What an all-reduce of large messages reaches over all ranks of a sound job: the bus
+    #: bandwidth that nccl-tests prints, per rank.
+    expected_bandwidth: Bandwidth = None
     note: Line | None = None
 
 
 class EnvironmentSets(_Facts):
-    """Environment variables for the ranks: always, and in addition after a hang."""
+    """Environment variables for the ranks: always, in addition after a hang, and never.
+
+    ``never`` maps the names of variables that must not be set to why.
+    """
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "hang": "on_hang", "after_hang": "on_hang", "forbidden": "never", "forbid": "never",
+        "unset": "never", "set": "always",
+    }  # fmt: skip
 
     always: Variables = Field(default_factory=dict)
     on_hang: Variables = Field(default_factory=dict)
+    never: Variables = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _nothing_is_set_and_forbidden(self) -> EnvironmentSets:
+        for key, given in (("always", self.always), ("on_hang", self.on_hang)):
+            for name in sorted(self.never.keys() & given.keys()):
+                raise wrong_key((key, name), "env.never says that it must not be set")
+        return self
 
 
 class Storage(_Facts):
@@ -169,6 +206,8 @@ class Site(_Facts):
         "socket_ifname": "socket_interface",
         "modules": "setup",
         "environment": "env",
+        "variables": "env",
+        "bandwidth": "expected_bandwidth",
     }
 
     name: Name
@@ -188,6 +227,8 @@ class Site(_Facts):
     requeue_delay: Duration = None
     #: Whether a requeued job may be given an earlier begin time than Slurm's delay after a requeue.
     shorten_requeue: bool = True
+    #: What an all-reduce reaches, for every partition and QOS that says nothing else.
+    expected_bandwidth: Bandwidth = None
     #: Whether the centre lets jobs requeue themselves or submit their successors.
     self_requeue_allowed: bool | None = None
 
@@ -212,6 +253,13 @@ class Site(_Facts):
     node_ledger: FolderPath | None = None
     notes: tuple[Line, ...] = ()
 
+    @model_validator(mode="after")
+    def _interface_is_not_forbidden(self) -> Site:
+        told = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & self.env.never.keys()
+        if self.socket_interface is not None and told:
+            raise wrong_key("socket_interface", f"env.never says that {min(told)} must not be set")
+        return self
+
     def facts(self, partition: str | None, qos: str | None = None) -> PartitionFacts:
         """What is known of a job in this partition and QOS; where both say something, the QOS."""
         merged: dict[str, Any] = {"preemption": self.preemption(partition, qos)}
@@ -220,6 +268,7 @@ class Site(_Facts):
                 if getattr(known, field) not in (None, ()):
                     merged.setdefault(field, getattr(known, field))
         merged.setdefault("self_requeue_allowed", self.self_requeue_allowed)
+        merged.setdefault("expected_bandwidth", self.expected_bandwidth)
         return PartitionFacts.model_construct(None, **merged)
 
     def preemption(self, partition: str | None, qos: str | None = None) -> Preemption:

@@ -41,10 +41,19 @@ class FaultKind(str, Enum):
     COLLECTIVE = "collective"
     DATA = "data"
     SLOW = "slow"
+    #: Before a launch: a node computes wrong, takes part in no collective, or spoils its sums.
+    BAD_NODE = "bad_node"
+    BAD_LINK = "bad_link"
+    BAD_SUM = "bad_sum"
+    #: What this rank contributes to the next probe arrives changed.
+    WRONG = "wrong"
 
 
 class Target(str, Enum):
-    """What ``corrupt`` writes its value into: one element of it; of the loss all there is."""
+    """What ``corrupt`` writes its value into: one element of it; of the loss all there is.
+
+    ``node`` is for ``slow``: it is the node that is slow, not what the rank has to do.
+    """
 
     LOSS = "loss"
     GRAD = "grad"
@@ -52,6 +61,7 @@ class Target(str, Enum):
     ADAM_M = "adam_m"
     ADAM_V = "adam_v"
     BUFFER = "buffer"
+    NODE = "node"
 
 
 _SPIKE = 1e4
@@ -61,6 +71,7 @@ _KNOWN_AS = {
     "error": "exception", "raise": "exception", "freeze": "hang", "sleep": "slow",
     "delay": "slow", "deadlock": "lock", "hold_gil": "gil", "loader": "data",
     "nccl": "collective", "infinity": "inf", "preempt": "term", "bitflip": "corrupt",
+    "wrong_value": "wrong", "sdc": "wrong",
 }  # fmt: skip
 _HEAD = re.compile(r"([^@:,]*)([@:,]?)(.*)", re.DOTALL)
 _STEP = re.compile(r"([0-9]{1,15})(?:x([0-9]{1,6}))?")
@@ -71,10 +82,12 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,
 #: Of a list with commas: what goes on with the fault before it, rather than beginning another.
 _GOES_ON = re.compile(r"[a-z_]+=|rank[0-9]|always\Z|always:")
 _WHOLE_KEYS = ("step", "until", "rank", "attempt", "above")
-_KEYS = (*_WHOLE_KEYS, "samples", "factor", "seconds")
+_KEYS = (*_WHOLE_KEYS, "samples", "factor", "seconds", "host")
 _STATE = (Target.WEIGHT, Target.ADAM_M, Target.ADAM_V, Target.BUFFER)
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_OF_START = (FaultKind.BAD_NODE, FaultKind.BAD_LINK, FaultKind.BAD_SUM)
 _OPTIONS = {
-    "factor": (FaultKind.SPIKE,),
+    "factor": (FaultKind.SPIKE, FaultKind.SLOW),
     "seconds": (FaultKind.SLOW, FaultKind.HANG, FaultKind.GIL),
 }
 
@@ -100,6 +113,8 @@ class Fault:
     factor: float | None = None
     seconds: float | None = None
     always: bool = False
+    #: Of a fault before the launch: the node that it lies with, whichever ranks are on it.
+    host: str | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -117,7 +132,17 @@ class Fault:
     @property
     def deterministic(self) -> bool:
         """Whether it strikes whenever its step, or its samples, come by; else once per run."""
-        return self.always or self.samples is not None
+        return self.always or self.samples is not None or self.host is not None
+
+    @property
+    def of_start(self) -> bool:
+        """Whether it is a node's, and found before a launch trains."""
+        return self.kind in _OF_START
+
+    @property
+    def drags(self) -> bool:
+        """Whether it makes a rank slower by a factor, which changes nothing that stays."""
+        return self.kind is FaultKind.SLOW and self.factor is not None
 
     @property
     def of_state(self) -> bool:
@@ -158,6 +183,7 @@ class Fault:
         parts += [] if self.rank is None else [f"rank{self.rank}"]
         parts += [] if self.target is None else [self.target.value]
         parts += [] if self.value is None else [self.value]
+        parts += [] if self.host is None else [f"host={self.host}"]
         for key in ("attempt", "above", "factor", "seconds"):
             value = getattr(self, key)
             parts += [] if value is None else [f"{key}={str(value).removesuffix('.0')}"]
@@ -247,9 +273,12 @@ def _condition(part: str, text: str) -> tuple[str, Any]:
         return key, SampleWindow(int(window[1]), int(window[2]) + 1)
     if key in _OPTIONS and _NUMBER.fullmatch(value):
         return key, float(value)
+    if key == "host" and _HOST.fullmatch(value):
+        return key, value
     if key not in _KEYS:
         raise ValueError(f'"{key[:40]}" in "{text}" is not understood {did_you_mean(key, _KEYS)}')
     wanted = "FIRST-LAST, such as samples=4000-5279" if key == "samples" else "a number"
+    wanted = "the name of a node" if key == "host" else wanted
     raise ValueError(f'{key} in "{text}" is {wanted}')
 
 
@@ -257,6 +286,11 @@ def _check(fault: Fault) -> None:
     """``ValueError`` for what contradicts itself, or would never strike."""
     corrupts = fault.kind is FaultKind.CORRUPT
     chosen_by_batch = fault.samples is not None or fault.above is not None
+    if fault.of_start:
+        _check_of_start(fault)
+        return
+    if fault.host is not None:
+        raise ValueError("host= is for bad_node, bad_link and bad_sum; others strike a rank")
     if fault.step is None and not chosen_by_batch:
         raise ValueError(f"says no step; write {fault.kind.value}@120")
     if fault.samples is not None and fault.step is not None:
@@ -270,9 +304,12 @@ def _check(fault: Fault) -> None:
     if corrupts and (fault.target is None or fault.value is None):
         raise ValueError(
             "say what is changed into what, such as corrupt@40:weight:nan "
-            f"({', '.join(target.value for target in Target)})"
+            f"({', '.join(target.value for target in Target if target is not Target.NODE)})"
         )
-    if not corrupts and (fault.target is not None or fault.value is not None):
+    if fault.target is Target.NODE:
+        if not fault.drags:
+            raise ValueError("node is for slow, such as slow@5x400:rank1:factor=2:node")
+    elif not corrupts and (fault.target is not None or fault.value is not None):
         said = fault.value if fault.target is None else fault.target.value
         raise ValueError(f"{said} is for corrupt, such as corrupt@40:weight:nan")
     if fault.of_state and chosen_by_batch:
@@ -283,5 +320,18 @@ def _check(fault: Fault) -> None:
             continue
         if fault.kind not in kinds:
             raise ValueError(f"{key} is for {' and '.join(kind.value for kind in kinds)}")
+        if fault.drags and (not number >= 1 or fault.seconds is not None or chosen_by_batch):
+            raise ValueError("slow by a factor says one of 1 or more and a step, and no seconds")
         if not abs(number) < float("inf") or (key == "seconds" and not 0 <= number < 1e7):
             raise ValueError(f"{key}={number} can't be done")
+
+
+def _check_of_start(fault: Fault) -> None:
+    name = fault.kind.value
+    if (fault.rank is None) == (fault.host is None):
+        raise ValueError(f"say where: {name}:rank1, or {name}:host=n2")
+    said = (fault.step, fault.above, fault.samples, fault.target, fault.value)
+    if any(each is not None for each in (*said, fault.factor, fault.seconds)) or fault.times != 1:
+        raise ValueError(f"it is there before the first step; write {name}:rank1")
+    if fault.attempt == 0:
+        raise ValueError("attempts are counted from 1")

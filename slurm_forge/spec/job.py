@@ -21,6 +21,7 @@ from pydantic import (
 from slurm_forge.documents import wrong_key
 from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
+from slurm_forge.spec.preflight import PreflightSpec
 from slurm_forge.spec.program import ProgramSpec
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
@@ -30,6 +31,7 @@ from slurm_forge.spec.types import (
     Count,
     Environment,
     Factor,
+    Memory,
     Minutes,
     PositiveDuration,
     Section,
@@ -39,11 +41,14 @@ from slurm_forge.spec.types import (
 )
 from slurm_forge.spec.watchdog import WatchdogSpec
 from slurm_forge.store.retention import Rules
+from slurm_forge.units import format_duration
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
+__all__ = ["BandwidthSpec", "BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
+#: Several heartbeats, and what ranks of one job may be stopped apart.
+_LEAST_SILENCE = timedelta(seconds=4)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -125,11 +130,35 @@ class CheckpointSpec(Section):
         return self.every_minutes == AUTO
 
 
+#: Steps of so many seconds are one figure of a rank's pace.
+_PACE_EVERY = timedelta(seconds=15)
+
+
+class BandwidthSpec(Section):
+    """Now and then a probe that is large enough to measure the bandwidth of an all-reduce."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "interval": "every", "bytes": "size", "message": "size", "on": "enabled", "off": "enabled",
+    }  # fmt: skip
+
+    enabled: bool = Field(default=True, strict=True, description="false leaves it to small probes.")
+    every: PositiveDuration = Field(
+        default=timedelta(minutes=10), description="Time between two probes that measure it."
+    )
+    size: Memory = Field(
+        default=16 << 20,
+        gt=0,
+        description="What is summed over all ranks, at least 4 bytes for each; on CPUs 1M at most.",
+    )
+
+
 class ProbeSpec(Section):
-    """The regular check that all ranks still answer."""
+    """The regular check that all ranks still answer, with the right values."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "interval": "every", "timeout": "deadline", "on": "enabled", "off": "enabled",
+        "heartbeat": "silence", "heartbeat_timeout": "silence", "large": "bandwidth",
+        "slow": "straggler", "stragglers": "straggler", "slower": "straggler",
     }  # fmt: skip
 
     enabled: bool = Field(default=True, strict=True, description="false switches the probe off.")
@@ -137,7 +166,22 @@ class ProbeSpec(Section):
         default=timedelta(seconds=60), description="Time between two probes."
     )
     deadline: PositiveDuration = Field(
-        default=timedelta(seconds=30), description="A rank that answers later counts as hung."
+        default=timedelta(seconds=30),
+        description="How long a probe may take once all have come, before the network is asked.",
+    )
+    silence: PositiveDuration = Field(
+        default=timedelta(seconds=5),
+        description="A rank that says nothing for so long, while others talk, is looked into: it "
+        "is stopped, or gone.",
+    )
+    bandwidth: BandwidthSpec = Field(
+        default_factory=BandwidthSpec, description="The probes that measure bandwidth."
+    )
+    straggler: Factor | None = Field(
+        default=1.25,
+        gt=1,
+        description="A node whose own part of the steps takes this many times as long as that of "
+        "the others counts as slow, and so does the run against its own past; null: nobody looks.",
     )
 
     @model_validator(mode="before")
@@ -146,6 +190,20 @@ class ProbeSpec(Section):
         if data is False:
             raise ValueError('to switch the probe off, write "probe: {enabled: false}"')
         return data
+
+    @model_validator(mode="after")
+    def _silence_is_longer_than_a_heartbeat(self) -> ProbeSpec:
+        if self.silence < _LEAST_SILENCE:
+            raise ValueError(
+                f"silence ({format_duration(self.silence)}) is 4s or more: heartbeats come every "
+                "second, and ranks of a suspended job fall silent one after the other"
+            )
+        return self
+
+    @property
+    def pace_every(self) -> timedelta:
+        """How often ranks tell their pace: several times between two probes."""
+        return min(_PACE_EVERY, self.every / 4)
 
 
 def _check_name(text: str) -> str:
@@ -278,6 +336,10 @@ class JobSpec(Section):
     probe: ProbeSpec = Field(
         default_factory=ProbeSpec,
         description="Whether and how often all ranks are asked to answer.",
+    )
+    preflight: PreflightSpec = Field(
+        default_factory=PreflightSpec,
+        description="Whether nodes are looked at before each launch.",
     )
     watchdog: WatchdogSpec = Field(
         default_factory=WatchdogSpec,

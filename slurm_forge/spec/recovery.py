@@ -35,9 +35,11 @@ __all__ = [
     "Recovery",
     "Rung",
     "SkipSamples",
+    "VariableSet",
     "cures",
     "default_recovery",
     "keys_of",
+    "takes_variables",
     "trusts_process",
 ]
 
@@ -53,6 +55,14 @@ class SkipSamples(str, Enum):
     WINDOW = "window"
 
 
+class VariableSet(str, Enum):
+    """Which of the site's sets of variables the ranks are started with, beside those for always."""
+
+    NONE = "none"
+    #: The site's ``env.on_hang``.
+    ON_HANG = "on_hang"
+
+
 _RUNGS = tuple(action for action in Action if action is not Action.STOP)
 _STATE_KEYS = ("lr_scale", "ramp_steps", "skip_samples", "most_skipped", "reseed")
 
@@ -64,11 +74,11 @@ _KEYS: dict[Action, tuple[str, ...]] = {
     Action.SHRINK_MICRO_BATCH: ("times", "factor", "start"),
     Action.RAISE_MEM: ("times", "factor"),
     Action.RAISE_TIME: ("times", "factor"),
-    Action.FEWER_NODES: ("times", "factor", "exclude_node"),
+    Action.FEWER_NODES: ("times", "factor", "exclude_node", "variables"),
     Action.FEWER_WORKERS: ("times", "factor", "start"),
     Action.HOOK: ("times",),
-    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS, "start"),
-    Action.REQUEUE: ("times", "wait", "exclude_node"),
+    Action.RELAUNCH: ("times", "wait", "exclude_node", *_STATE_KEYS, "start", "variables"),
+    Action.REQUEUE: ("times", "wait", "exclude_node", "variables"),
     Action.HOLD: (),
     Action.RAISE: (),
 }
@@ -110,7 +120,7 @@ class Rung(Section):
         "exclude_nodes": "exclude_node", "ramp": "ramp_steps", "skip": "skip_samples",
         "window": "skip_samples", "back": "depth", "further_back": "depth", "seed": "reseed",
         "max_skipped": "most_skipped", "delay": "wait", "backoff": "wait", "back_off": "wait",
-        "pause": "wait", "sleep": "wait",
+        "pause": "wait", "sleep": "wait", "env": "variables", "environment": "variables",
     }  # fmt: skip
 
     do: Annotated[
@@ -171,6 +181,13 @@ class Rung(Section):
         "can unwind go on in their process); the next colder one where that can't be.",
     )
 
+    variables: VariableSet | None = Field(
+        default=None,
+        description="on_hang: the ranks get the site's variables for after a hang (env.on_hang), "
+        "until a checkpoint lies past the trouble; none: they don't. Without it, on_hang for hang "
+        "and nccl_error.",
+    )
+
     @model_validator(mode="after")
     def _keys_belong(self) -> Rung:
         takes = _KEYS[self.do]
@@ -226,6 +243,7 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.LOSS_SPIKE: _NUMERIC,
     Cause.NCCL_ERROR: _FROM_NODES,
     Cause.HANG: _WATCHED | {Action.FEWER_NODES},
+    Cause.STRAGGLER: _WATCHED,
     Cause.GPU_ERROR: _FROM_NODES,
     Cause.STORAGE: _WATCHED,
     Cause.CRASH: _PROCESS,
@@ -235,6 +253,14 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.EXTERNAL_SERVICE: _WATCHED,
     Cause.UNKNOWN: _PROCESS,
 }
+#: Where variables for the network may cure anything, and the conductor decides.
+_TAKE_VARIABLES = frozenset(
+    {
+        Cause.HANG, Cause.NCCL_ERROR, Cause.NODE_FAIL, Cause.GPU_ERROR, Cause.CRASH, Cause.UNKNOWN
+    }
+)  # fmt: skip
+#: And where they are used unless the job file says otherwise.
+_VARIABLES_BY_DEFAULT = frozenset({Cause.HANG, Cause.NCCL_ERROR})
 #: Interruptions that are nobody's fault and may come any number of times.
 _UNLIMITED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
 
@@ -289,6 +315,8 @@ def _default_ladders() -> Mapping[Cause, Ladder]:
         Cause.LOSS_SPIKE: unstable,
         Cause.NCCL_ERROR: stuck,
         Cause.HANG: stuck,
+        # Nothing is wrong with what is computed: whether it is worth a start is for people to say.
+        Cause.STRAGGLER: (Rung(do=Action.WARN),),
         Cause.GPU_ERROR: (_requeue(3, exclude_node=True),),
         Cause.STORAGE: (_relaunch(1, wait_s=10), _requeue(3, wait_s=180)),
         Cause.CRASH: (_relaunch(1), _requeue(2, exclude_node=True)),
@@ -315,6 +343,7 @@ class Recovery(Section):
         "nan": "non_finite", "inf": "non_finite", "oom": "cuda_oom", "gpu_oom": "cuda_oom",
         "out_of_memory": "host_oom", "timeout": "time_limit", "preemption": "preempted",
         "spike": "loss_spike", "nccl": "nccl_error", "deadlock": "hang", "exception": "app_error",
+        "slow_node": "straggler", "slow": "straggler",
         "ceilings": "limits", "ceiling": "limits", "budget": "limits", "budgets": "limits",
     }  # fmt: skip
 
@@ -328,6 +357,7 @@ class Recovery(Section):
     loss_spike: Ladder = _ladder(Cause.LOSS_SPIKE, "The loss left its band.")
     nccl_error: Ladder = _ladder(Cause.NCCL_ERROR, "Communication between ranks failed.")
     hang: Ladder = _ladder(Cause.HANG, "No progress within the deadline.")
+    straggler: Ladder = _ladder(Cause.STRAGGLER, "A node is slower than the others, for good.")
     gpu_error: Ladder = _ladder(Cause.GPU_ERROR, "A GPU reported a fault of its hardware.")
     storage: Ladder = _ladder(Cause.STORAGE, "The file system failed or is full.")
     crash: Ladder = _ladder(Cause.CRASH, "A rank was killed by a signal.")
@@ -360,6 +390,15 @@ def trusts_process(policy: Recovery, cause: Cause | None = None) -> bool:
     return any(rung.start is Start.IN_PROCESS for each in causes for rung in policy.ladder(each))
 
 
+def takes_variables(cause: Cause, rung: Rung) -> bool:
+    """Whether the launch behind this rung gets the site's variables for after a hang."""
+    if "variables" not in _KEYS[rung.do]:
+        return False
+    if rung.variables is None:
+        return cause in _VARIABLES_BY_DEFAULT
+    return rung.variables is VariableSet.ON_HANG
+
+
 def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
     def wrong(key: str, message: str) -> Exception:
         return wrong_key((cause.value, index, key), message)
@@ -367,6 +406,9 @@ def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
     if rung.do not in _CURES[cause]:
         cures = ", ".join(action.value for action in Action if action in _CURES[cause])
         raise wrong("do", f'"{rung.do.value}" does nothing about {cause.value} (try: {cures})')
+    if rung.variables is VariableSet.ON_HANG and cause not in _TAKE_VARIABLES:
+        known = ", ".join(each.value for each in Cause if each in _TAKE_VARIABLES)
+        raise wrong("variables", f"the site's set for after a hang is for {known}")
     endless = rung.times is None and rung.do not in _FINAL
     if endless and cause not in _UNLIMITED and rung.do is not Action.WARN:
         limitless = ", ".join(each.value for each in Cause if each in _UNLIMITED)

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from slurm_forge.documents import build, dump, read
+from slurm_forge.site.model import Bandwidth, EnvironmentSets
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import PositiveDuration, Section
 
@@ -18,14 +19,21 @@ class RunFile(Section):
 
     ``submitted_from`` is the folder that relative paths and module names start from, ``python`` the
     interpreter of the ranks.  ``env`` and ``srun_options`` are the site's, and so is when it
-    deletes old files where the run lies.
+    deletes old files where the run lies.  ``env`` is set always, ``on_hang`` in addition after a
+    hang, and ``never`` says of variables why they must not be set.
     """
 
     submitted_from: str
     python: str
     site: str = "generic"
     socket_interface: str | None = None
+    #: Appended to a node's name to reach it over the fast network.
+    host_suffix: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
+    on_hang: dict[str, str] = Field(default_factory=dict)
+    never: dict[str, str] = Field(default_factory=dict)
+    #: Bytes per second of a large all-reduce where the job runs; None is not known.
+    expected_bandwidth: Bandwidth = None
     srun_options: tuple[str, ...] = ()
     purge_after: PositiveDuration | None = None
     purge_basis: str | None = None
@@ -38,6 +46,11 @@ class RunFile(Section):
     def to_yaml(self) -> str:
         """The text of ``run.yaml``; reading it gives an equal value."""
         return dump(self.model_dump(mode="json"))
+
+    @property
+    def sets(self) -> EnvironmentSets:
+        """The site's variables."""
+        return EnvironmentSets(always=self.env, on_hang=self.on_hang, never=self.never)
 
     @property
     def folder(self) -> Path:

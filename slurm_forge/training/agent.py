@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from slurm_forge.control import agents as a
@@ -26,21 +24,22 @@ from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
-from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
+from slurm_forge.slurm.kernel import read_oom_kills
 from slurm_forge.training.agent_loop import AgentLoop
+from slurm_forge.training.agent_program import Program, program_of
+from slurm_forge.training.agent_worker import ForkedWorker
 from slurm_forge.training.descendants import (
     adopt_orphans,
     children,
     die_with_parent,
     kill_children,
-    reap,
     what_is_left,
 )
 from slurm_forge.training.gpu_memory import wait_until_given_back
 from slurm_forge.training.parking import ParkedWorker, ParkingPlace
 from slurm_forge.training.preloading import give_threads_back, preload, why_not_forkable
 
-__all__ = ["Agent", "Program", "main"]
+__all__ = ["Agent", "main"]
 
 _CONNECT_S = 30.0
 _TICK_S = 1.0
@@ -53,51 +52,6 @@ _ALONE_S = 60.0
 #: The first rank of the second node may be the deputy of a lost node, who waits until Slurm has
 #: given that one up (``launch.second_deputy``: 20 minutes), and asks then.
 _ALONE_SECOND_S = 22 * 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What a worker runs: our worker, or a module by name with arguments (``python -m``)."""
-
-    run: str
-    module: str = ""
-    arguments: tuple[str, ...] = ()
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """The same as a command, for a process of its own."""
-        if self.module:
-            return (sys.executable, "-u", "-m", self.module, *self.arguments)
-        return (sys.executable, "-u", "-m", "slurm_forge.training.worker", self.run)
-
-    def go(self, parking: ParkingPlace) -> None:
-        """Run it in this process; ours never returns, and only ours can go on in it."""
-        if self.module:
-            sys.argv = [self.module, *self.arguments]
-            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
-        else:
-            from slurm_forge.training.worker import main as be_a_rank
-
-            be_a_rank([self.run], parking)
-
-
-@dataclass(slots=True)
-class _Worker:
-    """The worker of a launch, dead or alive."""
-
-    pid: int
-    launch: int
-    kills: OomKills
-    parking: ParkedWorker
-    #: Its launch is over, and it waits for another one.
-    parked: bool = False
-    ours: bool = False
-    status: int | None = None
-    memory: str = ""
-    others: int = 0
-    ending_since: float | None = None
-    #: Whether the end of its launch was told already, when it had unwound.
-    told: bool = False
 
 
 class Agent:
@@ -126,7 +80,7 @@ class Agent:
         self._buffer = b""
         self._parking: ParkingPlace | None = None
         self._orders: list[a.Begin] = []
-        self._worker: _Worker | None = None
+        self._worker: ForkedWorker | None = None
         self._last_launch = 0
         self._why_not = ""
         self._leaving = False
@@ -267,45 +221,37 @@ class Agent:
             die_with_parent(agent)
             return True
         its.close()
-        worker = _Worker(pid, order.launch, kills, ParkedWorker(mine))
+        worker = ForkedWorker(pid, order.launch, kills, ParkedWorker(mine))
         self._worker = worker
         self._loop.watch(mine.fileno(), lambda: self._heard_worker(worker))
         how = "exec" if self._why_not else "fork"
         self._say(a.Begun(launch=order.launch, pid=pid, how=how))
         return False
 
-    def _go_on(self, worker: _Worker, order: a.Begin) -> None:
+    def _go_on(self, worker: ForkedWorker, order: a.Begin) -> None:
         """The worker has unwound: it goes on with the order, or makes room for another one."""
-        if not (order.in_process and worker.parking.go_on(order)):
+        if not worker.goes_on(order):
             worker.parked = False
             self._end_worker(worker.launch)
             return
         self._orders.remove(order)
-        self._last_launch = worker.launch = order.launch
-        worker.parked = worker.ours = worker.told = False
-        worker.kills = read_oom_kills()
+        self._last_launch = order.launch
         self._say(a.Begun(launch=order.launch, pid=worker.pid, how="in_process"))
 
     # -- the worker ----------------------------------------------------------------------------
 
-    def _heard_worker(self, worker: _Worker) -> None:
+    def _heard_worker(self, worker: ForkedWorker) -> None:
         if not worker.parking.heard():
             self._loop.forget(worker.parking.fileno())
-        if worker.parking.waits and not worker.parked and worker.ending_since is None:
-            worker.parked, worker.told = True, True
-            # A data-loader worker of it may have been killed for memory: it has only unwound.
-            worker.memory = killed_since(worker.kills, read_oom_kills()) or ""
-            self._say(_ended(worker, ""))
+        if worker.has_unwound:
+            worker.park()
+            self._say(worker.ended(""))
 
     def _end_worker(self, launch: int) -> None:
         worker = self._worker
         if worker is None or worker.launch != launch or worker.status is not None:
             return
-        worker.ours = True
-        worker.ending_since = worker.ending_since or time.monotonic()
-        # It was not collected yet, so that the process id is its own.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
+        worker.kill(time.monotonic())
 
     def _look_after_worker(self) -> None:
         worker = self._worker
@@ -313,7 +259,7 @@ class Agent:
             return
         now = time.monotonic()
         if worker.status is None:
-            self._collect(worker, now)
+            worker.collect(now)
         alone = self._alone_since
         if alone is not None and (worker.parked or now - alone > self._alone_s):
             self._end_worker(worker.launch)
@@ -328,16 +274,7 @@ class Agent:
             return
         self._tell_end(worker, what_is_left(children()) if late else "")
 
-    def _collect(self, worker: _Worker, now: float) -> None:
-        try:
-            worker.status = reap(worker.pid)
-        except ChildProcessError:
-            worker.status = 0
-        if worker.status is not None:
-            worker.ending_since = worker.ending_since or now
-            worker.memory = killed_since(worker.kills, read_oom_kills()) or ""
-
-    def _tell_end(self, worker: _Worker, left: str) -> None:
+    def _tell_end(self, worker: ForkedWorker, left: str) -> None:
         if not left:
             left = wait_until_given_back(worker.pid)
         self._worker = None
@@ -347,7 +284,7 @@ class Agent:
             sys.stderr.write(f"slurm_forge: {left} can't be ended: this step is given up\n")
             os._exit(1)  # nothing may be started beside it
         if not worker.told:
-            self._say(_ended(worker, left))
+            self._say(worker.ended(left))
 
     # -- saying --------------------------------------------------------------------------------
 
@@ -369,27 +306,15 @@ class Agent:
         )
         _forget_agents()
         os.environ.update(knobs.to_environ())
+        for name in order.without:
+            os.environ.pop(name, None)
+        for name, _, value in (each.partition("=") for each in order.variables):
+            os.environ[name] = value
         if self._why_not:
             os.execve(self._program.command[0], self._program.command, process_environ())  # noqa: S606
         give_threads_back(self._variables)
         assert self._parking is not None  # noqa: S101  made with the fork
         self._program.go(self._parking)
-
-
-def _ended(worker: _Worker, left: str) -> a.Ended:
-    status = worker.status
-    by_signal = status is not None and os.WIFSIGNALED(status)
-    return a.Ended(
-        launch=worker.launch,
-        pid=worker.pid,
-        signal=_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
-        code=os.WEXITSTATUS(status) if status is not None and not by_signal else 0,
-        ours=worker.ours,
-        memory=worker.memory,
-        others=worker.others,
-        left=left,
-        parked=worker.parked,
-    )
 
 
 def _forget_agents() -> None:
@@ -399,19 +324,12 @@ def _forget_agents() -> None:
             os.environ.pop(name, None)
 
 
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """``RUN [-- -m MODULE ARGUMENTS…]``, in a step that the supervisor started."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     variables = process_environ()
     try:
-        program = _program(arguments)
+        program = program_of(arguments)
         knobs = Knobs.from_environ(variables)
         environment = SlurmEnvironment.from_environ(variables)
         if knobs.agents is None or environment is None or environment.procid is None:
@@ -437,18 +355,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Behind this line is the worker: whatever it raises, and its exit, are its own.
     agent.become(agent.serve())
     return 0
-
-
-def _program(arguments: list[str]) -> Program:
-    run, *rest = arguments or [""]
-    if run and not rest:
-        return Program(run)
-    if run and len(rest) >= 3 and rest[:2] == ["--", "-m"]:
-        return Program(run, rest[2], tuple(rest[3:]))
-    raise ForgeError(
-        f"the agent was started with {arguments}",
-        next_step="python -m slurm_forge.training.agent RUN [-- -m MODULE …]",
-    )
 
 
 if __name__ == "__main__":

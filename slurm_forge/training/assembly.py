@@ -18,6 +18,7 @@ from slurm_forge.training.first_steps import FirstSteps
 from slurm_forge.training.hooks import Hooks
 from slurm_forge.training.in_force import InForce
 from slurm_forge.training.injecting import Injecting
+from slurm_forge.training.pacing import Pacing
 from slurm_forge.training.probe import Probe
 from slurm_forge.training.process_group import Groups
 from slurm_forge.training.progress import Progress
@@ -50,6 +51,7 @@ class Parts:
     boundaries: Boundaries
     telling: Telling
     probe: Probe | None
+    pacing: Pacing | None
     in_force: InForce
     skips: Skips
     recovering: Recovering
@@ -119,6 +121,7 @@ def assemble(
         late=device.type == "cuda",
     )
     first_steps = _first_steps(saver, trail, progress, member, device)
+    pacing = _pacing(context, device, groups, member, injecting, registry)
     stepping = Stepping(
         registry=registry,
         progress=progress,
@@ -130,6 +133,7 @@ def assemble(
         in_force=in_force,
         first_steps=first_steps,
         injecting=injecting,
+        pacing=pacing,
     )
     saves = Saves(
         saver,
@@ -164,7 +168,8 @@ def assemble(
         stepping=stepping,
         boundaries=boundaries,
         telling=Telling(journal, progress),
-        probe=_probe(context, device, groups, member),
+        probe=_probe(context, device, groups, member, injecting),
+        pacing=pacing,
         in_force=in_force,
         skips=skips,
         recovering=recovering,
@@ -200,15 +205,41 @@ def _first_steps(
 
 
 def _probe(
-    context: RankContext, device: torch.device, groups: Groups, member: Member
+    context: RankContext,
+    device: torch.device,
+    groups: Groups,
+    member: Member,
+    injecting: Injecting,
 ) -> Probe | None:
-    if groups.probe is None:
+    if groups.probe is None or not context.spec.probe.enabled:
         return None
+    bandwidth = context.spec.probe.bandwidth
     return Probe(
         member=member,
         group=groups.probe,
         device=device,
         rank=context.rank,
         world_size=context.world_size,
-        deadline=context.spec.probe.deadline,
+        large=bandwidth.size if bandwidth.enabled else None,
+        spoilt=injecting.probe_spoilt,
+    )
+
+
+def _pacing(
+    context: RankContext,
+    device: torch.device,
+    groups: Groups,
+    member: Member,
+    injecting: Injecting,
+    registry: Registry,
+) -> Pacing | None:
+    asked = context.spec.probe
+    if groups.probe is None or not asked.enabled or asked.straggler is None:
+        return None
+    return Pacing(
+        member.send,
+        device=device,
+        every=asked.pace_every,
+        injecting=injecting,
+        models=registry.models.values,
     )

@@ -11,8 +11,10 @@ from slurm_forge.errors import RunDirectoryError, UnsafeFileError
 from slurm_forge.files import create_exclusive, make_private_directory, read_json
 from slurm_forge.spec.faults import Fault
 
-__all__ = ["Struck"]
+__all__ = ["FOLDER", "Struck"]
 
+#: Below the run's folder: one small file for every fault that has struck.
+FOLDER = "injected"
 _LIMIT = 1 << 16
 _UNFIT = re.compile(r"[^A-Za-z0-9@.=+-]")
 

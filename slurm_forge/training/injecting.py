@@ -29,7 +29,7 @@ from slurm_forge.training.corrupting import (
     state_tensor,
 )
 from slurm_forge.training.hanging import hold_interpreter, stop_loader_workers, wait_for_nobody
-from slurm_forge.training.injected import Struck
+from slurm_forge.training.injected import FOLDER, Struck
 from slurm_forge.training.loss import Loss
 from slurm_forge.training.order import Windows
 from slurm_forge.vocabulary.plan import SampleWindow
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER", "Injecting", "first_sample"]
 
-#: Below the run's folder: one small file for every fault that has struck.
-FOLDER = "injected"
 _SIGNALS = {
     FaultKind.TERM: Signals.SIGTERM,  # as a preemption sends it
     FaultKind.USR1: Signals.SIGUSR1,
@@ -76,7 +74,7 @@ class Injecting:
         send: Callable[[Signals], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        everything = tuple(faults)
+        everything = tuple(fault for fault in faults if not fault.of_start)
         self._faults = tuple(
             f for f in everything if f.rank in (None, rank) and f.attempt in (None, attempt)
         )
@@ -87,10 +85,17 @@ class Injecting:
         self._registry: Registry | None = None
         self._handles: list[RemovableHandle] = []
         self._fresh = False
-        self._replaying = False
+        self._replaying = self._probe_spoilt = False
+        #: The fault that makes this rank slower in this step.
+        self._dragging: Fault | None = None
         for fault in everything if rank == 0 else ():
             if fault.rank is not None and fault.rank >= world_size:
                 self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
+
+    def probe_spoilt(self) -> bool:
+        """Whether the probe that is being issued is the one to be spoilt."""
+        spoilt, self._probe_spoilt = self._probe_spoilt, False
+        return spoilt
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
@@ -112,7 +117,14 @@ class Injecting:
         self._registry = registry
         self._new_visit()
         self._fresh = True
+        before, self._dragging = self._dragging, None
         for fault in self._faults:
+            if fault.drags:
+                if fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                    self._dragging = fault
+                    if before is not fault:
+                        self._say(f"{fault} strikes on purpose from step {step} on")
+                continue
             if fault.of_batch or not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
                 continue
             if fault.target is None:
@@ -154,6 +166,21 @@ class Injecting:
             if self._strikes(fault, step):
                 loss = self._spoil(fault, loss, step)
         return loss
+
+    @property
+    def drags(self) -> bool:
+        """Whether this rank is to be slower than it is, in this step."""
+        return self._dragging is not None
+
+    def drag(self, seconds: float) -> None:
+        """What took so long takes a factor longer."""
+        if self._dragging is not None and self._dragging.factor is not None:
+            self._sleep((self._dragging.factor - 1) * seconds)
+
+    def drag_trial(self, seconds: float) -> None:
+        """The same for the trial, where it is the node that is slow."""
+        if self._dragging is not None and self._dragging.target is Target.NODE:
+            self.drag(seconds)
 
     def _strikes(self, fault: Fault, step: int) -> bool:
         """Whether it happens now, and has not happened before."""
@@ -201,6 +228,8 @@ class Injecting:
                 wait_for_nobody(self._rank)
             case FaultKind.DATA:
                 stop_loader_workers()
+            case FaultKind.WRONG:
+                self._probe_spoilt = True
             case _:
                 self._send(_SIGNALS[fault.kind])
 

@@ -21,6 +21,8 @@ from slurm_forge.errors import ConfigError, ControlChannelError
 __all__ = ["Groups", "choose_device", "join"]
 
 _STORE_KEY = "store"
+#: Thread blocks of a probe: its kernel must find room beside the training's.
+_PROBE_CTAS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,13 @@ def join(
     device: torch.device,
     wait: timedelta,
     collective_timeout: timedelta,
+    own_address: str | None = None,
+    probe_timeout: timedelta | None = None,
 ) -> Groups:
-    """Initialise torch.distributed and the groups beside it; collective over all ranks."""
+    """Initialise torch.distributed and the groups beside it; collective over all ranks.
+
+    ``own_address`` is this node's on the network that the site prefers.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
@@ -61,7 +68,7 @@ def join(
     if dist.is_initialized():
         _refuse_another(rank, world_size)
     else:
-        store = PrefixStore(nonce, _store(member, rank, world_size, wait))
+        store = PrefixStore(nonce, _store(member, rank, world_size, wait, own_address))
         dist.init_process_group(
             backend,
             store=store,
@@ -72,14 +79,29 @@ def join(
         )
     # Barriers and gathers of a save run on a group of their own: never on the training group.
     cpu = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_cpu")
-    probe = dist.new_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=collective_timeout,
-        group_desc="forge_probe",
-    )
+    probe = _probe_group(device, probe_timeout or collective_timeout)
     # A save in the background has its exchange while the others are used by whoever trains.
     saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
     return Groups(cpu=cpu, saving=saving, probe=probe)
+
+
+def _probe_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    """A communicator of its own that takes few of the device's processors while it is under way.
+
+    ``min_ctas`` and ``max_ctas`` are NCCL's (2.17); written from torch's source, untried on a GPU.
+    """
+    options = None
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.config.min_ctas = options.config.max_ctas = _PROBE_CTAS
+    group: dist.ProcessGroup = dist.new_group(
+        backend="gloo" if options is None else "nccl",
+        timeout=timeout,
+        pg_options=options,
+        group_desc="forge_probe",
+    )
+    return group
 
 
 def _refuse_another(rank: int, world_size: int) -> None:
@@ -97,7 +119,9 @@ def _refuse_another(rank: int, world_size: int) -> None:
         )
 
 
-def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store:
+def _store(
+    member: Member, rank: int, world_size: int, wait: timedelta, own_address: str | None
+) -> Store:
     if rank == 0:
         store = TCPStore(
             "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
@@ -107,7 +131,8 @@ def _store(member: Member, rank: int, world_size: int, wait: timedelta) -> Store
             timeout=wait,
             wait_for_workers=False,
         )
-        member.send(Publish(key=_STORE_KEY, value=format_addresses(candidates(), store.port)))
+        hosts = candidates(own_address)
+        member.send(Publish(key=_STORE_KEY, value=format_addresses(hosts, store.port)))
         return store
     hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
     error: Exception | None = None

@@ -12,6 +12,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.integrations.trackers import tracker_variables
 from slurm_forge.journal import JournalWriter
 from slurm_forge.run_directory import RunDirectory
@@ -22,6 +23,7 @@ from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.kept import Channel, Kept
 from slurm_forge.training.place import RankPlace
 from slurm_forge.training.unwinding import LaunchOver, Unwinding
+from slurm_forge.training.variables import take_on_plan
 from slurm_forge.training.witnessed import Witnessed
 from slurm_forge.vocabulary.cause import Cause
 
@@ -29,6 +31,8 @@ __all__ = ["Outcome", "Rank", "Result"]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+#: Of a probe's group, so that torch's own watchdog never comes before our verdict.
+_PROBE_DEADLINES = 20
 
 
 class Outcome(str, Enum):
@@ -90,6 +94,8 @@ class Rank:
         except LaunchOver:
             return Result(Outcome.UNWOUND, 0)
         finally:
+            if self._run is not None:
+                self._run.leave()
             if self._journal is not None:
                 self._journal.close()
             self._member.close()
@@ -148,6 +154,8 @@ class Rank:
             self._close()
 
     def _close(self) -> None:
+        if self._run is not None:
+            self._run.leave()
         if self.witnessed is not None:
             self.witnessed.end()
         if self._journal is not None:
@@ -181,6 +189,7 @@ class Rank:
         from slurm_forge.training import rng
         from slurm_forge.training.context import RankContext
         from slurm_forge.training.entry import load_entry
+        from slurm_forge.training.preflight import Preflight, wanted_of_run
         from slurm_forge.training.process_group import choose_device, join
         from slurm_forge.training.run import Run
 
@@ -188,6 +197,25 @@ class Rank:
         member, place, spec = self._member, self._place, self._file.job
         brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
         self._brief = brief
+        take_on_plan(self._file, brief.plan)  # read when groups are made, below
+        wanted = wanted_of_run(
+            self._directory,
+            self._file,
+            place,
+            attempt=brief.attempt,
+            launch=brief.launch,
+            thoroughness=brief.preflight,
+            on_hang=bool(brief.plan.variables),
+        )
+        # Before this process touches a GPU: what it forks could use none any more.
+        Preflight(
+            member,
+            place,
+            wanted,
+            nonce=self._nonce,
+            environ=process_environ(),
+            within=spec.preflight.within,
+        ).run()
         device = choose_device(place.local_rank)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
             # Ranks that share a node's cores slow each other down by more than they gain; and a
@@ -201,6 +229,8 @@ class Rank:
             device=device,
             wait=_MEET_WITHIN,
             collective_timeout=_COLLECTIVE_TIMEOUT,
+            own_address=preferred_address(self._file.socket_interface, self._file.host_suffix),
+            probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
         )
         met = time.time()
         journal = None

@@ -13,6 +13,7 @@ import torch
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member, Request, RequestKind
 from slurm_forge.control import protocol as p
+from slurm_forge.control.probe_words import BANDWIDTH
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.recovery.anomaly import announced
@@ -79,6 +80,7 @@ class Run:
         self._comparing, self._saver, self._saves = parts.comparing, parts.saver, parts.saves
         self._first_steps, self._stepping = parts.first_steps, parts.stepping
         self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
+        self._pacing = parts.pacing
         self._in_force, self._recovering = parts.in_force, parts.recovering
         self._skips, self._watch, self._injecting = parts.skips, parts.watch, parts.injecting
         self._pressure = Pressure()
@@ -326,7 +328,9 @@ class Run:
             case RequestKind.SAVE:
                 self._saves.save(request.reason)
             case RequestKind.PROBE if self._probe is not None:
-                self._probe.issue(request.id)
+                if self._pacing is not None:
+                    self._pacing.try_out()
+                self._probe.issue(request.id, large=request.reason == BANDWIDTH)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
@@ -361,6 +365,11 @@ class Run:
     def registry(self) -> Registry:
         """What was registered: for the account of a rank that ran out of memory."""
         return self._registry
+
+    def leave(self) -> None:
+        """The launch is over for this rank: nothing of ours goes on beside the next one."""
+        if self._probe is not None:
+            self._probe.close()
 
     def let_land(self) -> None:
         """Something was raised: a save that is being written may be what is resumed from."""

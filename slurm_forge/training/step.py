@@ -34,6 +34,7 @@ class Step:
         lr_scale: float,
         snapshot: BufferSnapshot,
         limit: float = LARGEST,
+        handing_over: Callable[[], None] = lambda: None,
     ) -> None:
         self.batch = batch
         self.applied: list[Applied] = []
@@ -43,6 +44,8 @@ class Step:
         self._lr_scale = lr_scale
         self._snapshot = snapshot
         self._limit = limit
+        self._handing_over = handing_over
+        self._exchanges = True
         self._micro: Any = None
         #: Whether an update was begun: what was raised before has changed nothing that stays.
         self.updating = False
@@ -53,6 +56,7 @@ class Step:
         """The micro-batches; gradients are synchronised with the last one only."""
         last = len(self.batch.micro_batches) - 1
         for index, micro in enumerate(self.batch.micro_batches):
+            self._exchanges = index == last
             self._synchronise(index == last)
             self._micro = micro
             self._loss.begin(self.batch.micro_sizes[index])
@@ -64,7 +68,10 @@ class Step:
         if self.first_loss is None:
             mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
             self.first_loss = mean.detach()
-        (weighted if self._scaler is None else self._scaler.scale(weighted)).backward()
+        scaled = weighted if self._scaler is None else self._scaler.scale(weighted)
+        if self._exchanges:
+            self._handing_over()
+        scaled.backward()
 
     def apply(
         self,

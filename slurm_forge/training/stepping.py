@@ -15,6 +15,7 @@ from slurm_forge.training.guard import drop_gradients
 from slurm_forge.training.in_force import InForce
 from slurm_forge.training.injecting import Injecting
 from slurm_forge.training.loss import BatchLoss
+from slurm_forge.training.pacing import Pacing
 from slurm_forge.training.progress import Progress
 from slurm_forge.training.registry import Registry
 from slurm_forge.training.replaying import Generators
@@ -42,6 +43,7 @@ class Stepping:
         in_force: InForce,
         first_steps: FirstSteps | None,
         injecting: Injecting,
+        pacing: Pacing | None = None,
     ) -> None:
         self._registry = registry
         self._progress = progress
@@ -53,6 +55,7 @@ class Stepping:
         self._in_force = in_force
         self._first_steps = first_steps
         self._injecting = injecting
+        self._pacing = pacing
         self._snapshot: BufferSnapshot | None = None
         self._generators: Generators | None = None
         #: Samples of a step over all ranks; 0 where the program's own batches say it.
@@ -65,6 +68,8 @@ class Stepping:
     def begin(self, batch: Batch) -> Step:
         """Clear the gradients and remember the buffers."""
         step = self._progress.step
+        if self._pacing is not None:
+            self._pacing.begin()
         self._injecting.boundary(step, self._registry)
         for optimizer in self._registry.optimizers.values():
             drop_gradients(optimizer)
@@ -84,6 +89,7 @@ class Stepping:
             lr_scale=self._in_force.plan.lr_scale(step),
             limit=self._in_force.limit,
             snapshot=self._snapshot,
+            handing_over=_nothing if self._pacing is None else self._pacing.handing_over,
         )
 
     def abandon(self, step: Step) -> bool:
@@ -100,6 +106,8 @@ class Stepping:
             return False
         progress, samples = self._progress, self._samples(step.batch)
         progress.step += 1
+        if self._pacing is not None:
+            self._pacing.end(progress.step)
         # A batch of ours says where in the stream it ends: windows of it may be left out.
         ours = self.global_batch > 0
         progress.consumed = step.batch.consumed if ours else progress.consumed + samples
@@ -131,3 +139,7 @@ class Stepping:
 
     def _samples(self, batch: Batch) -> int:
         return self.global_batch or batch.size * self._world_size
+
+
+def _nothing() -> None:
+    """Where nobody asks for this rank's pace."""

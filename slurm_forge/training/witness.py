@@ -22,13 +22,17 @@ from pathlib import Path
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.clock_page import ClockReader
+from slurm_forge.control.links import say_links, summarize
+from slurm_forge.control.own_connections import connection_of
 from slurm_forge.control.stack_text import essence
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
 from slurm_forge.training.flight_recorder import dump_into, forget
+from slurm_forge.training.port_counters import PortCounters
 from slurm_forge.training.process_facts import read_process
+from slurm_forge.training.socket_diag import connections_of, own_addresses
 from slurm_forge.training.stacks import StackTaker
 from slurm_forge.vocabulary.cause import Cause
 
@@ -83,6 +87,7 @@ class Witness:
         self._ticked = self._next = clock()
         #: When the witness was last stopped itself: (until, for how long).
         self._pauses: list[tuple[float, float]] = []
+        self._ports = PortCounters()
         self.over = False
         try:
             self._socket = connect(subject.hosts, subject.port, _CONNECT_WITHIN_S)
@@ -99,6 +104,7 @@ class Witness:
                 pid=subject.pid,
             )
         )
+        self._say_links(0)
 
     def descriptors(self) -> tuple[int, ...]:
         """What to wait for being readable."""
@@ -126,6 +132,9 @@ class Witness:
             self.over = True
             return 0.0
         self._tell(now)
+        counted = self._ports.counted()
+        if counted is not None:
+            self._send(p.PortsSeen(id=counted.number, lines=counted.lines))
         self._judge_alone(now, facts.state)
         return _TICK_S
 
@@ -201,6 +210,18 @@ class Witness:
                 return
             if isinstance(message, p.TakeStacks):
                 self._take(message.id, message.attempt, message.launch)
+            elif isinstance(message, p.LookAtLinks):
+                self._say_links(message.id)
+                self._ports.read_again(message.id)
+
+    def _say_links(self, number: int) -> None:
+        """How the worker's connections are, and our own; 0: only which addresses this host has."""
+        own = None if self._socket is None else connection_of(self._socket)
+        found = connections_of(self._subject.pid) if number else ()
+        addresses = own_addresses() or (() if own is None else (own.local,))
+        links = summarize((*(found or ()), *(() if own is None else (own,))))
+        how = "refused" if found is None else "witness"
+        self._send(say_links(number, addresses, links, how=how))
 
     def _take(self, number: int, attempt: int, launch: int) -> None:
         taken = self._taker.take()

@@ -29,6 +29,7 @@ from slurm_forge.training.parking import ParkingPlace
 from slurm_forge.training.place import RankPlace, place_from_environ, place_of_script
 from slurm_forge.training.rank import Outcome, Rank, Result
 from slurm_forge.training.unwinding import Unwinding, can_unwind
+from slurm_forge.training.variables import take_on
 from slurm_forge.training.witnessed import Witnessed, begin_to_be_witnessed
 
 __all__ = [
@@ -151,8 +152,10 @@ def _open(
         file = read_run_file(directory.spec_file)
         if keys:
             file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
+        take_on(file)
         watchdog = file.job.watchdog
-        if watchdog.enabled:
+        # Who falls silent is looked into with the probe, too.
+        if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):
             witnessed = begin_to_be_witnessed()
         if witnessed is not None:
             witnessed.start(
@@ -164,7 +167,7 @@ def _open(
                 nonce=nonce,
                 attempt=knobs.attempt if attempt is None else attempt,
                 launch=knobs.launch or 1,
-                alone_after=watchdog.at_most if survives_abort else None,
+                alone_after=watchdog.at_most if watchdog.enabled and survives_abort else None,
             )
         hosts, port = parse_addresses(channel)
         leaving = Leaving(

@@ -20,6 +20,7 @@ class Cause(str, Enum):
     LOSS_SPIKE = "loss_spike"
     NCCL_ERROR = "nccl_error"
     HANG = "hang"
+    STRAGGLER = "straggler"
     GPU_ERROR = "gpu_error"
     STORAGE = "storage"
     USER_CANCELLED = "user_cancelled"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RecoveryPlan", "SampleWindow"]
+__all__ = ["RecoveryPlan", "SampleWindow", "Variable"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -16,6 +16,17 @@ class SampleWindow:
 
     first: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Variable:
+    """A variable of the environment and its value."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +41,8 @@ class RecoveryPlan:
     other.  ``reseeded`` counts how often random numbers (dropout …) were drawn anew; the
     order of the samples never changes.  ``worker_factor`` scales the data-loader workers,
     ``time_factor`` the time limit; ``nodes`` is how many are asked for (None: as the job says).
+    ``variables`` are added to the environment of the ranks; the fold takes them back once a
+    checkpoint lies past the step ``variables_past``.
     """
 
     lr_factor: float = 1.0
@@ -43,6 +56,8 @@ class RecoveryPlan:
     worker_factor: float = 1.0
     time_factor: float = 1.0
     nodes: int | None = None
+    variables: tuple[Variable, ...] = ()
+    variables_past: int = 0
 
     def lr_scale(self, step: int) -> float:
         """Factor on the learning rate of optimizer step ``step`` (counted from 0)."""

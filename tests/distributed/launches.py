@@ -71,6 +71,7 @@ def new_run(folder: Path, name: str = "run", **spec: Any) -> RunDirectory:
             "entry": f"{__name__}:train",
             "probe": {"enabled": False},
             "watchdog": {"enabled": False},
+            "preflight": {"enabled": False},
             **spec,
         }
     )
@@ -232,8 +233,8 @@ class _ListenedHub(Hub):
         self.spoke = threading.Event()
         self.asked: list[tuple[int, RequestKind]] = []
 
-    def request(self, kind: RequestKind, reason: str) -> int:
-        number = super().request(kind, reason)
+    def request(self, kind: RequestKind, reason: str, *, within_s: float | None = None) -> int:
+        number = super().request(kind, reason, within_s=within_s)
         self.asked.append((number, kind))
         if kind is RequestKind.STOP:
             self.spoke.set()
@@ -252,11 +253,14 @@ def launched(
     *,
     exits: bool = False,
     conclude: bool = True,
+    enter: Callable[[int], None] = lambda rank: None,
+    hosts: Sequence[str] = (),
 ) -> Iterator[Launch]:
     """One attempt with one launch.  Leaving the block waits for its end and concludes it.
 
-    ``exits``: ranks end as the worker's own processes do, and return nothing.  ``conclude=False``
-    leaves the attempt as a power cut does.
+    ``enter`` is what a rank does first of all: going to its host, for one.  ``exits``: ranks end
+    as the worker's own processes do, and return nothing.  ``conclude=False`` leaves the
+    attempt as a power cut does.  ``hosts`` are the ranks' own, if they are to have any.
     """
     attempt = begin(run, job="test", restart_count=0, nodes=("here",), via=f"test, {ranks} ranks")
     assert isinstance(attempt, Attempt), attempt
@@ -272,7 +276,7 @@ def launched(
         save_file=run.save_file,
         launched=None,
     )
-    arguments = (program, ranks, run.path, hub.addresses, hub.nonce)
+    arguments = (program, ranks, run.path, hub.addresses, hub.nonce, enter, tuple(hosts))
     facts: list[LaunchFacts] = []
     conducting = threading.Thread(
         target=lambda: facts.append(conductor.watch()), name="conductor", daemon=True
@@ -302,19 +306,42 @@ def launched(
 
 
 def _be_a_rank(
-    rank: int, program: Program, ranks: int, path: Path, channel: str, nonce: str
+    rank: int,
+    program: Program,
+    ranks: int,
+    path: Path,
+    channel: str,
+    nonce: str,
+    enter: Callable[[int], None],
+    hosts: tuple[str, ...] = (),
 ) -> Told:
     global _program  # noqa: PLW0603  of this forked process; the worker finds it by name
+    enter(rank)
     _program = program
-    place = RankPlace(rank=rank, local_rank=rank, world_size=ranks, job="test", restart_count=0)
+    place = RankPlace(
+        rank=rank,
+        local_rank=rank,
+        world_size=ranks,
+        job="test",
+        restart_count=0,
+        node=hosts[rank] if hosts else "",
+    )
     result = run_rank(RunDirectory.existing(path), place, channel=channel, nonce=nonce)
     return Told(result.outcome, result.step, time.monotonic(), children_of(os.getpid()))
 
 
 def _be_a_process(
-    rank: int, program: Program, ranks: int, path: Path, channel: str, nonce: str
+    rank: int,
+    program: Program,
+    ranks: int,
+    path: Path,
+    channel: str,
+    nonce: str,
+    enter: Callable[[int], None],
+    hosts: tuple[str, ...] = (),
 ) -> None:
     global _program  # noqa: PLW0603
+    enter(rank)
     _program = program
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
     os.environ.update(Knobs(channel=channel, nonce=nonce).to_environ())

@@ -28,6 +28,7 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.standing import StandingStep, StepOptions
 from slurm_forge.launch.timing import timing
+from slurm_forge.launch.variables import for_launch
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.warmth import start_after
 from slurm_forge.run_directory import RunDirectory
@@ -102,7 +103,9 @@ class Job:
             options=(),
             tasks=None,
         )
-        if not self.step.stands_for(options, self.ranks):
+        plan = self.attempt.state().plan
+        variables = for_launch(self.attempt.file, self._variables, plan)
+        if not self.step.stands_for(options, self.ranks, variables):
             start = Start.COLD
         hub = Hub(world_size=self.ranks, nonce=secrets.token_hex(16))
         self.hub = hub
@@ -117,7 +120,7 @@ class Job:
             started=self.began,
         )
         launched = self.step.begin(
-            options, start, hub=hub, knobs=knobs, variables=self._variables, again=False
+            options, start, hub=hub, knobs=knobs, variables=variables, again=False
         )
         assert isinstance(launched, AgentsLaunch)
         self.launched = launched

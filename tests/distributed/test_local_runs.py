@@ -27,16 +27,18 @@ from slurm_forge.errors import AlreadyFinishedError
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import CheckpointCommitted, StepSkipped
 from slurm_forge.launch.here import train_here
+from slurm_forge.launch.local import run_locally
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.faults import Faults
 from slurm_forge.training.order import SampleOrder
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
-from tests.jobs import Samples, _Record, build, consumed
+from tests.jobs import Samples, _Record, build, consumed, told_variables
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -356,3 +358,33 @@ def test_a_rank_0_that_holds_its_interpreters_lock_is_ended_by_its_own_witness(
     assert "C code holds the interpreter's lock" in incident.evidence[0].text
     assert "hold_interpreter" in (run.stacks(1, 1) / "rank-00000.txt").read_text()
     check_samples(run)
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_no_supervisor_starts_have_the_variables_too(tmp_path: Path) -> None:
+    """Those of the job file, of the site, and after trouble those of the recovery plan."""
+    env = EnvironmentSets(
+        always={"NCCL_DEBUG": "WARN", "NCCL_CROSS_NIC": "1"}, on_hang={"NCCL_DEBUG": "INFO"}
+    )
+    names = ["NCCL_DEBUG", "NCCL_CROSS_NIC", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+    job = job_from_mapping(
+        {
+            "name": "variables",
+            "entry": "tests/jobs.py:train",
+            "args": {"steps": 4, "misbehave": ["segfault@2:rank1"], "variables": names},
+            "env": {"NCCL_CROSS_NIC": "0"},
+            "recovery": {"crash": [{"do": "relaunch", "times": 1, "variables": "on_hang"}]},
+        }
+    )
+    site = Site(name="tested", env=env, socket_interface="l")
+    root = Path(__file__).resolve().parents[2]
+    run, file = create_run(job, runs=tmp_path, site=site, submitted_from=root)
+    assert run_locally(run, file, 2, lambda state: None) == 0
+    usual = {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_CROSS_NIC": "0",
+        "NCCL_SOCKET_IFNAME": "l",
+        "GLOO_SOCKET_IFNAME": "lo",  # whose beginning NCCL knows, gloo knows as a whole
+    }
+    for rank in (0, 1):
+        assert told_variables(run.path, rank) == [usual, {**usual, "NCCL_DEBUG": "INFO"}]

@@ -13,12 +13,13 @@ import pytest
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.digest import digest
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Start
 from tests.distributed.standing import REPOSITORY, Job, below, children_of, standing
-from tests.jobs import consumed
+from tests.jobs import consumed, told_variables
 
 IN_PROCESS = {
     cause: [{"do": do, "times": 2, "start": "in_process"}]
@@ -32,7 +33,9 @@ IN_PROCESS = {
 STEPS = 24
 
 
-def new_run(folder: Path, name: str, args: dict[str, Any], **spec: Any) -> RunDirectory:
+def new_run(
+    folder: Path, name: str, args: dict[str, Any], site: Site | None = None, **spec: Any
+) -> RunDirectory:
     job = job_from_mapping(
         {
             "name": name,
@@ -43,7 +46,8 @@ def new_run(folder: Path, name: str, args: dict[str, Any], **spec: Any) -> RunDi
             **spec,
         }
     )
-    run, _ = create_run(job, runs=folder, site=find_site("generic"), submitted_from=REPOSITORY)
+    site = site or find_site("generic")
+    run, _ = create_run(job, runs=folder, site=site, submitted_from=REPOSITORY)
     return run
 
 
@@ -123,6 +127,33 @@ def test_after_an_exception_all_go_on_in_their_process(
         assert job.workers == before
     assert consumed(run.path) == uninterrupted[1]
     assert digest(run.path, random=True) == uninterrupted[0]
+
+
+@pytest.mark.slow
+def test_of_the_probe_of_a_launch_nothing_goes_on_in_the_next_one(tmp_path: Path) -> None:
+    script = tmp_path / "counting.py"
+    script.write_text(
+        "import threading\n"
+        "from tests.jobs import train as program\n"
+        "def train(run):\n"
+        "    names = [thread.name for thread in threading.enumerate()]\n"
+        "    file = run.directory / f'threads-{run.launch}-{run.rank}'\n"
+        "    file.write_text(' '.join(sorted(names)))\n"
+        "    program(run)\n"
+    )
+    run = new_run(
+        tmp_path,
+        "probed",
+        {"misbehave": ["exception@15:rank1"], "pace": 0.1},
+        entry=f"{script}:train",
+        recovery=IN_PROCESS,
+        probe={"every": "1s", "deadline": "4s", "silence": "4s"},
+    )
+    with standing(run, 2, tmp_path) as job:
+        assert to_the_end(job)[-1] == (Start.IN_PROCESS, None)
+    for rank in (0, 1):
+        names = [(run.path / f"threads-{launch}-{rank}").read_text() for launch in (1, 2)]
+        assert [each.count("forge-probe") for each in names] == [1, 1]
 
 
 @pytest.mark.slow
@@ -242,3 +273,34 @@ def test_a_notice_while_the_agent_imports_is_not_lost(tmp_path: Path) -> None:
         facts = job.ended()
         assert facts.rank_signals == ("SIGTERM",)
         assert not (run.path / "samples").exists(), "it trained all the same"
+
+
+@pytest.mark.parametrize(
+    ("more", "warmly"),
+    [
+        ({}, True),
+        # What an interpreter may have read when it started reaches no process that has.
+        pytest.param({"FORGE_TESTED": "1"}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_variables_for_after_a_hang_reach_forked_ranks_and_are_taken_back(
+    tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], more: dict[str, str], warmly: bool
+) -> None:
+    on_hang = {"NCCL_DEBUG": "INFO", "NCCL_IB_TIMEOUT": "23", **more}
+    site = Site(name="tested", env=EnvironmentSets(always={"NCCL_DEBUG": "WARN"}, on_hang=on_hang))
+    names = ["NCCL_DEBUG", "NCCL_IB_TIMEOUT", *more]
+    run = new_run(
+        tmp_path,
+        "variables",
+        {"misbehave": ["segfault@8:rank1", "exception@20:rank0"], "variables": names},
+        site=site,
+        recovery={"crash": [{"do": "relaunch", "times": 1, "variables": "on_hang"}]},
+    )
+    with standing(run, 2, tmp_path) as job:
+        told = to_the_end(job)
+    warm = Start.WARM if warmly else Start.COLD
+    assert told == [(Start.COLD, Cause.CRASH), (warm, Cause.APP_ERROR), (warm, None)]
+    usual = {**dict.fromkeys(names), "NCCL_DEBUG": "WARN"}
+    for rank in (0, 1):
+        assert told_variables(run.path, rank) == [usual, on_hang, usual]
+    assert digest(run.path, random=True) == uninterrupted[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -20,6 +20,7 @@ from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, run_state, submit_script
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
@@ -175,6 +176,8 @@ def submit(
     memory: str = "1500M",
     sbatch: Mapping[str, str] | None = None,
     spare_nodes: int | None = None,
+    site: Site | None = None,
+    exclude: Sequence[str] = (),
     **job: Any,
 ) -> Watched:
     """Make a run of ``tests/jobs.py`` and start it."""
@@ -191,12 +194,14 @@ def submit(
             spare_nodes=spare_nodes,
         )
     )
-    site = find_site("generic")
+    site = site or find_site("generic")
     with environment(cluster, folder / "nodes"):
         run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=REPOSITORY)
         if way is Way.TEMPLATE:
             slurm = SubprocessSlurm.of_this_process()
-            return Watched(cluster, run, file, submit_script(run, file, site, slurm))
+            return Watched(
+                cluster, run, file, submit_script(run, file, site, slurm, exclude=exclude)
+            )
         executor = submitit.AutoExecutor(
             folder / "submitit", cluster="forge" if way is Way.FORGE else "slurm"
         )

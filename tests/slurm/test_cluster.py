@@ -235,7 +235,7 @@ def test_who_hears_a_signal_depends_on_the_tracking(
         assert not hears(slurm)
 
 
-@pytest.mark.parametrize("lose_state", [False, True])
+@pytest.mark.parametrize("lose_state", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_a_crashed_cluster_left_is_cleared_away(
     slurm_directory: Path, needs_slurm: None, lose_state: bool
 ) -> None:
@@ -256,6 +256,7 @@ def test_what_a_crashed_cluster_left_is_cleared_away(
     assert daemons_of(slurm_directory) == []
 
 
+@pytest.mark.slow
 def test_stopping_what_crashed_spares_who_took_its_node_names(
     slurm_directory: Path, needs_slurm: None
 ) -> None:

@@ -26,7 +26,11 @@ def printed(slurm: SlurmCluster, folder: Path, program: str, options: Sequence[s
 
 @pytest.mark.parametrize(
     ("act", "ended"),
-    [("kill -SEGV $$", "SIGSEGV"), ("kill -ABRT $$", "SIGABRT"), ("exit 16", "exit 16")],
+    [
+        ("kill -SEGV $$", "SIGSEGV"),
+        ("exit 16", "exit 16"),
+        pytest.param("kill -ABRT $$", "SIGABRT", marks=pytest.mark.slow),
+    ],
 )
 def test_the_rank_that_ended_first(
     slurm: SlurmCluster, tmp_path: Path, act: str, ended: str

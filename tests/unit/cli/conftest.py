@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import typer.main
+import typer.testing
 from typer.testing import CliRunner, Result
 
 from slurm_forge.cli.main import app
@@ -16,6 +19,9 @@ from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord, QueueRecord
 from tests.unit.report.journals import Scribe
+
+# The commands are made of their functions once, as in a process of its own, not for every line.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 JOB = """\
 name: tiny-gpt

@@ -447,7 +447,11 @@ def test_export_writes_what_safetensors_opens(shell: Shell, trained: nn.Linear) 
     assert torch.equal(load_file(target)["weight"], trained.weight)
 
 
-@pytest.mark.parametrize("path", ["parent/product", ":parent/product:", "./parent/product:x"])
+@pytest.mark.parametrize("path", [
+    ":parent/product:",
+    pytest.param("parent/product", marks=pytest.mark.slow),
+    pytest.param("./parent/product:x", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_export_finds_what_is_found_from_here(
     shell: Shell, trained: nn.Linear, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

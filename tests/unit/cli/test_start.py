@@ -25,6 +25,7 @@ VERBS = [
     "stop",
     "save",
     "export",
+    "probe",
 ]
 HEAVY = {"torch", "numpy", "submitit", "jinja2", "rich", "cloudpickle"}
 

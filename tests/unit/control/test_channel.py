@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from slurm_forge.control import Hub, Member, RequestKind
-from slurm_forge.control import hub as hub_module
+from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.hub import Agreed, Gone, HubEvent, Joined, Said
+from slurm_forge.control.hub import Agreed, Gone, HubEvent, Joined, Said, Withdrawn
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import LAST, Position
 
@@ -28,7 +28,7 @@ WITHIN_S = 20.0
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_module, "_BEAT_S", 0.05)
-    monkeypatch.setattr(hub_module, "_SEND_WITHIN_S", 0.3)
+    monkeypatch.setattr(listener_module, "_SEND_WITHIN_S", 0.3)
 
 
 def until(condition: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
@@ -515,3 +515,43 @@ def test_a_hub_that_does_not_know_how_many_come() -> None:
         until(lambda: len(hub.members()) == 2, "both ranks")
         first.close()
         second.close()
+
+
+def test_a_rank_says_how_its_connections_are_where_no_witness_does() -> None:
+    with hub_of(2) as hub:
+        members = [join(hub, rank) for rank in range(2)]
+        hub.ask_rank(1, p.LookAtLinks(id=3))
+        said = event(hub, Said)
+        assert isinstance(said, Said)
+        assert said.rank == 1
+        assert isinstance(said.message, p.Links)
+        assert (said.message.id, said.message.how, said.message.peers) == (
+            3,
+            "rank",
+            ("127.0.0.1",),
+        )
+        assert [rank for rank, _ in hub.connections()] == [0, 1]
+        for member in members:
+            member.close()
+
+
+def test_a_request_that_finds_no_target_in_time_is_given_up_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank can't answer; the other stands at its boundary, and goes on."""
+    with hub_of(2) as hub:
+        first, second = join(hub, 0), join(hub, 1)
+        monkeypatch.setattr(second, "_take", lambda message: "")
+        hub.request(RequestKind.PROBE, "interval", within_s=0.2)
+        until(lambda: first.pending, "the request")
+        assert first.advance(Position(1), wait_s=WITHIN_S) == ()
+        assert not first.pending
+        given_up = event(hub, Withdrawn)
+        assert isinstance(given_up, Withdrawn)
+        assert given_up.request.kind is RequestKind.PROBE
+        monkeypatch.undo()
+        hub.request(RequestKind.SAVE, "what comes later is agreed as ever")
+        until(lambda: first.pending and second.pending, "the next request")
+        event(hub, Agreed)
+        for member in (first, second):
+            member.close()

@@ -32,6 +32,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     str | None: st.none() | TEXT,
     Position: st.builds(Position, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    tuple[int, ...]: st.lists(NUMBERS, max_size=5).map(tuple),
+    tuple[str, ...]: st.lists(TEXT, max_size=5).map(tuple),
     p.RequestKind: st.sampled_from(list(p.RequestKind)),
 }
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import stat
@@ -290,6 +292,40 @@ def test_two_lines_in_one_are_refused_and_so_is_a_closed_file(tmp_path: Path) ->
     journal.close()
     with pytest.raises(ValueError, match="closed"):
         journal.append(b"late")
+
+
+def test_who_is_forgotten_gives_its_descriptor_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", complaints.append)
+    forgotten = files.AppendFile(tmp_path / "forgotten")
+    forgotten.append(b"line")
+    assert held(tmp_path / "forgotten")
+    del forgotten
+    gc.collect()
+    assert not held(tmp_path / "forgotten")
+    assert (tmp_path / "forgotten").read_bytes() == b"line\n"
+
+    closed = files.AppendFile(tmp_path / "closed")
+    closed.close()
+    with files.AppendFile(tmp_path / "other") as other:  # has the number that is free again
+        del closed
+        gc.collect()
+        other.append(b"still here")
+    with pytest.raises(FileExistsError):
+        files.AppendFile(tmp_path / "other")  # nothing was opened: there is nothing to give back
+    gc.collect()
+    assert not complaints
+
+
+def held(path: Path) -> bool:
+    """Whether this process has the file open."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            if entry.readlink() == path:
+                return True
+    return False
 
 
 # make_private_directory

@@ -161,3 +161,31 @@ def test_memory_is_written_in_the_largest_exact_unit() -> None:
         "1500M",
         "1000K",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("180 GB/s", 180 * 10**9),
+        ("180GB/s", 180 * 10**9),
+        ("1.2 TB/s", 1_200_000_000_000),
+        ("400 Gbit/s", 50 * 10**9),
+        (" 12.5 MB/s ", 12_500_000),
+    ],
+)
+def test_bandwidths(text: str, value: int) -> None:
+    assert units.parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["180", 180, None, "180 Gb/s", "180 GiB/s", "-1 GB/s", "0 GB/s", "", "GB/s", "1e3 GB/s", True],
+)
+def test_what_is_no_bandwidth(value: object) -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        units.parse_bandwidth(value)
+
+
+@given(st.integers(1, 10**15))
+def test_a_bandwidth_comes_back(value: int) -> None:
+    assert units.parse_bandwidth(units.format_bandwidth(value)) == value

@@ -161,6 +161,14 @@ def test_fields_from_a_newer_version_are_passed_over() -> None:
     assert (steps(found), damage) == ([1], [])
 
 
+def test_a_probe_as_older_versions_wrote_it_is_read() -> None:
+    event = b'{"ok":false,"step":9,"latency_s":null,"late_ranks":[4],"late_hosts":["n6"],'
+    line = b'{"v":1,"attempt":1,"launch":1,"seq":0,"time":1.0,"event":' + event
+    found, damage = read_lines(line + b'"count":1,"kind":"probe"}}\n', file="f", writer="w")
+    assert damage == []
+    assert found[0].event == ev.ProbeMeasured(ok=False, step=9, late_ranks=(4,), late_hosts=("n6",))
+
+
 # -- the folder ----------------------------------------------------------------------------------
 
 

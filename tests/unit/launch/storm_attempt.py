@@ -19,13 +19,14 @@ from slurm_forge.launch.attempt import (
 from slurm_forge.launch.ladder import Comeback, Ladder, Taken
 from slurm_forge.launch.update import arguments_for, update_for
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.probing import Found
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.testing.fake_slurm import (
     BATCH,
     Start,
 )
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision
 
 if TYPE_CHECKING:
@@ -188,7 +189,16 @@ class Supervised:
     def _fault(self) -> None:
         cause = self._random.choice(TOLD)
         if cause is Cause.HANG:
-            self._end(probe_failed=True, late_ranks=(1,), late_hosts=self._start.nodes[-1:])
+            self._end(
+                probe=Found(
+                    cause=Cause.HANG,
+                    ranks=(1,),
+                    hosts=self._start.nodes[-1:],
+                    step=self._life.step,
+                    confidence=Confidence.LIKELY,
+                    evidence=(Evidence("probe", "late: rank 1"),),
+                )
+            )
         elif cause is Cause.CRASH:
             self._end(lost=(LostRank(1, self._start.nodes[-1]),), exit_status=139)
         else:

@@ -16,6 +16,7 @@ from slurm_forge.launch.attempt import Attempt, Refusal, begin
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.classify import LostRank, RankFailure
 from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.straggling import Straggler, Why
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
@@ -210,6 +211,32 @@ def test_an_attempt_that_was_overtaken_is_not_judged(run: RunDirectory) -> None:
 
 def stalled(attempt: Attempt) -> bool:
     return attempt.only_warns(LaunchFacts(now=NOW, step=7, stalled=STALLED))
+
+
+@pytest.mark.parametrize(
+    ("ladder", "warns"),
+    [
+        ([{"do": "requeue", "times": 1, "exclude_node": True}], False),
+        ([{"do": "hold"}], False),
+        ([{"do": "warn"}], True),
+        ([], True),
+    ],
+)
+def test_a_slow_node_is_never_what_a_run_is_held_for_by_itself(
+    tmp_path: Path, ladder: list[dict[str, object]], warns: bool
+) -> None:
+    slow = Straggler(
+        host="n06", ranks=(3,), factor=1.6, trial=1.6, why=Why.NODE, since_step=5, lost_s=0.1
+    )
+    run = RunDirectory.at(tmp_path / "tiny")
+    spec = job_from_mapping(
+        {"name": "tiny", "entry": "a.b:train", "recovery": {"straggler": ladder}}
+    )
+    file = RunFile(submitted_from=str(tmp_path), python=sys.executable, job=spec)
+    run.create(file.to_yaml().encode())
+    attempt = started(run)
+    launch(attempt)
+    assert attempt.only_warns(LaunchFacts(now=NOW, step=7, straggler=slow)) is warns
 
 
 def test_a_standstill_that_the_ladder_only_warns_of_is_written_down_and_goes_on(

@@ -195,7 +195,11 @@ class Rank:
                 return True
             if request.kind is RequestKind.PROBE:
                 self.member.send(p.ProbeArrived(id=request.id))
-                self.member.send(p.ProbeDone(id=request.id, latency_s=0.001, ok=True))
+                self.member.send(
+                    p.ProbeDone(
+                        id=request.id, latency_s=0.001, wrong=self.stage.wrong, bandwidth=0.0
+                    )
+                )
         return False
 
     def fail(self, cause: str, text: str = "boom", micro_batch: int = 0) -> None:
@@ -229,6 +233,7 @@ class Stage:
         self.script: Callable[[Rank], object] = lambda rank: rank.train()
         self.barrier = threading.Barrier(world)
         self.stubborn = False
+        self.wrong: tuple[int, ...] = ()
         self.absent: tuple[int, ...] = ()
         self.ranks: list[Rank] = []
         self.journal = JournalWriter(run, attempt=1, writer="supervisor", launch=1)
@@ -954,26 +959,14 @@ def test_probes_go_round_and_the_first_is_written_down(stage: Stage) -> None:
     assert [probe.ok for probe in stage.journalled(ev.ProbeMeasured)] == [True]
 
 
-def test_a_probe_names_the_rank_that_does_not_come_and_ends_the_launch(stage: Stage) -> None:
+def test_a_rank_whose_values_arrive_changed_is_named_and_the_launch_ended(stage: Stage) -> None:
     stage.timing = replace(stage.timing, probe_every=timedelta(seconds=2))
-
-    def script(rank: Rank) -> None:
-        if rank.number == 1:
-            rank.train(5, stop=False)
-            rank.pass_by(Position(5))
-            rank.stay.wait(WITHIN_S)  # its reader answers and beats; the main thread hangs
-        elif not rank.train(5, stop=False):
-            rank.pass_by(Position(5))
-            rank.pass_by(Position(5, 1, LAST))
-            rank.step = 6
-            while not rank.pass_by(Position(rank.step)):
-                rank.step += 1
-
-    stage.script = script
-    stage.start(trains=False)
+    stage.wrong = (1,)
+    stage.start()
     facts = stage.end()
-    assert facts.probe_failed
-    assert (facts.late_ranks, facts.late_hosts) == ((1,), ("n1",))
-    assert stage.cause() is Cause.HANG
+    assert facts.probe is not None
+    assert (facts.probe.ranks, facts.probe.hosts) == ((1,), ("n1",))
+    assert stage.cause() is Cause.NCCL_ERROR
     (failed,) = [probe for probe in stage.journalled(ev.ProbeMeasured) if not probe.ok]
-    assert failed.late_ranks == (1,)
+    assert (failed.late_ranks, failed.wrong) == ((1,), True)
+    assert failed.evidence

@@ -30,8 +30,6 @@ from slurm_forge.testing.fake_slurm import FakeSlurm, Runs
 from slurm_forge.vocabulary.cause import Cause
 from tests.unit.launch.storm_life import Life, Weather
 
-HAPPENINGS = 10_000
-
 
 class Folded:
     """``fold`` for a journal that grows: goes on from what it has in common with the last one."""
@@ -104,12 +102,15 @@ WEATHERS = (
 )
 
 
-def test_ten_thousand_happenings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_happenings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     happened: Counter[str] = Counter()
     rests: Counter[RunStatus] = Counter()
     outcomes: Counter[str] = Counter()
     seed = 0
-    while happened.total() < HAPPENINGS:
+    while happened.total() < number:
         life, status = live(folder, monkeypatch, seed, WEATHERS[seed % len(WEATHERS)])
         happened += life.happenings
         outcomes += life.outcomes

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
 
 from slurm_forge.control import MemberView, RequestKind
 from slurm_forge.control import protocol as p
-from slurm_forge.journal.events import ProbeMeasured
+from slurm_forge.control.hub import WitnessView
+from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.probe_judge import ProbeJudge
+from slurm_forge.recovery.probing import ProbeRules
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 
 class Hub:
-    """What the judge sees of one: ranks, and requests."""
+    """What the judge sees of one: ranks, their witnesses, and requests."""
 
     def __init__(self, world: int) -> None:
         self.world_size = world
@@ -22,56 +26,121 @@ class Hub:
             )
             for rank in range(world)
         }
-        self.requests = 0
+        self.pulses: dict[int, WitnessView] = {}
+        self.requests: list[str] = []
+        self.asked: list[p.Message] = []
 
     def members(self) -> dict[int, MemberView]:
         return dict(self.views)
 
-    def request(self, kind: RequestKind, reason: str) -> int:
+    def witnesses(self) -> dict[int, WitnessView]:
+        return dict(self.pulses)
+
+    def ask_witnesses(self, message: p.Message) -> None:
+        self.asked.append(message)
+
+    def request(self, kind: RequestKind, reason: str, *, within_s: float | None = None) -> int:
         assert kind is RequestKind.PROBE
-        self.requests += 1
-        return self.requests
+        assert within_s is not None, "ranks would wait for it without end"
+        self.requests.append(reason)
+        return len(self.requests)
+
+
+@dataclass
+class Network:
+    """What a network watch says once it was asked."""
+
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = (Evidence("network", "n3 does not acknowledge"),)
+    confidence: Confidence = Confidence.LIKELY
+    asked: int = 0
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def verdict(self, now: float) -> Network:
+        return self
 
 
 class Scene:
     """A judge that probes every 60 s with a deadline of 30 s, ranks that beat unless silenced."""
 
-    def __init__(self, world: int = 4, every: timedelta | None = timedelta(seconds=60)) -> None:
+    def __init__(
+        self,
+        world: int = 4,
+        every: timedelta | None = timedelta(seconds=60),
+        bandwidth: timedelta | None = None,
+        network: Network | None = None,
+    ) -> None:
         self.hub = Hub(world)
         self.now = 0.0
         self.silent: set[int] = set()
+        self.states: dict[int, str] = {}
+        self.fine: list[tuple[float, float, Mapping[int, float]]] = []
         self.judge = ProbeJudge(
             self.hub,  # type: ignore[arg-type]
             every,
-            timedelta(seconds=30),
+            ProbeRules(timedelta(seconds=5), timedelta(seconds=30)),
             lambda: self.now,
+            limit=lambda kind: timedelta(seconds=30),
+            attempt=1,
+            launch=1,
+            bandwidth_every=bandwidth,
+            observer=self,
+            network=network,
         )
 
-    def wait(self, seconds: float) -> list[ProbeMeasured]:
+    def on_fine(self, latency_s: float, bandwidth: float, arrivals: Mapping[int, float]) -> None:
+        self.fine.append((latency_s, bandwidth, arrivals))
+
+    def wait(self, seconds: float, *, watched: bool = True) -> list[Event]:
         verdicts = []
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            for rank in set(self.hub.views) - self.silent:
-                self.set(rank, heard=self.now)
-            found = self.judge.look(self.now)
+        for _ in range(int(4 * seconds)):
+            self.now += 0.25
+            if self.now % 1.0 == 0:
+                for rank in self.hub.views:
+                    self.beat(rank)
+            found = self.judge.look(self.now) if watched else None
             if found is not None:
                 verdicts.append(found)
         return verdicts
 
+    def beat(self, rank: int) -> None:
+        view = self.hub.views[rank]
+        if rank not in self.silent:
+            self.set(rank, heard=self.now)
+        if rank in self.silent and rank not in self.states:
+            return  # its witness, too
+        pulse = p.Pulse(
+            turn=0, step=view.step, begun=view.step + 1, phase_no=0, poll=0, phase=view.phase,
+            kind=view.phase, since_s=1.0, mute_s=0.0, state=self.states.get(rank, "S"), cpu_s=0.0,
+        )  # fmt: skip
+        self.hub.pulses[rank] = WitnessView(rank=rank, host=view.host, heard=self.now, pulse=pulse)
+
     def set(self, rank: int, **changes: object) -> None:
         self.hub.views[rank] = replace(self.hub.views[rank], **changes)  # type: ignore[arg-type]
 
+    @property
+    def number(self) -> int:
+        return len(self.hub.requests)
+
     def arrive(self, *ranks: int) -> None:
         for rank in ranks:
-            self.judge.hear(rank, p.ProbeArrived(id=self.hub.requests))
+            self.judge.hear(rank, p.ProbeArrived(id=self.number))
 
-    def done(self, *ranks: int, ok: bool = True) -> None:
+    def done(self, *ranks: int, wrong: tuple[int, ...] = (), bandwidth: float = 0.0) -> None:
         for rank in ranks:
-            self.judge.hear(rank, p.ProbeDone(id=self.hub.requests, latency_s=0.01 * rank, ok=ok))
+            self.judge.hear(
+                rank,
+                p.ProbeDone(
+                    id=self.number, latency_s=0.1 - 0.01 * rank, wrong=wrong, bandwidth=bandwidth
+                ),
+            )
 
     def asked(self) -> Scene:
         self.wait(62)
-        assert self.hub.requests == 1
+        assert self.number == 1
         return self
 
 
@@ -79,100 +148,202 @@ def test_a_probe_is_asked_for_at_its_interval_once_everybody_trains() -> None:
     scene = Scene()
     scene.set(2, started=False)
     scene.wait(300)
-    assert scene.hub.requests == 0
+    assert scene.number == 0
     scene.set(2, started=True)
     scene.wait(59)
-    assert scene.hub.requests == 0
+    assert scene.number == 0
     scene.wait(3)
-    assert scene.hub.requests == 1
+    assert scene.number == 1
 
 
-def test_one_probe_is_in_flight_at_a_time() -> None:
+def test_one_probe_is_in_flight_at_a_time_and_the_next_follows_a_withdrawn_one() -> None:
     scene = Scene().asked()
     scene.set(0, phase="eval")
     scene.wait(600)
-    assert scene.hub.requests == 1
+    assert scene.number == 1
+    scene.judge.withdrawn(1)
+    scene.wait(61)
+    assert scene.number == 2
 
 
 def test_one_rank_or_none_asked_for_is_never_probed() -> None:
     for scene in (Scene(world=1), Scene(every=None)):
         scene.wait(300)
-        assert scene.hub.requests == 0
+        assert scene.number == 0
 
 
-def test_fine_probes_are_written_down_rarely_and_counted() -> None:
-    scene = Scene()
+def test_fine_probes_are_told_to_the_observer_and_written_down_rarely() -> None:
+    scene = Scene(bandwidth=timedelta(minutes=10))
     verdicts = []
     for _ in range(61):
-        before = scene.hub.requests
-        while scene.hub.requests == before:
+        before = scene.number
+        while scene.number == before:
             verdicts += scene.wait(1)
         scene.arrive(0, 1, 2, 3)
-        scene.done(0, 1, 2, 3)
+        large = scene.hub.requests[-1] == "bandwidth"
+        scene.done(0, 1, 2, 3, bandwidth=2e9 if large else 0.0)
         verdicts += scene.wait(1)
-    assert [(v.ok, v.count) for v in verdicts] == [(True, 1), (True, 30), (True, 30)]
-    assert verdicts[0].latency_s == pytest.approx(0.03)
+    fine = [v for v in verdicts if isinstance(v, ProbeMeasured)]
+    assert [(v.ok, v.count) for v in fine] == [(True, 1), (True, 30), (True, 30)]
+    assert [v.bandwidth for v in fine] == [2e9, 2e9, 2e9]
+    assert fine[0].latency_s == pytest.approx(0.07)
+    assert len(scene.fine) == 61
+    assert 6 <= scene.hub.requests.count("bandwidth") <= 8
 
 
-def test_a_rank_that_says_nothing_any_more_is_named_at_the_deadline() -> None:
-    scene = Scene().asked()
+def test_a_stopped_rank_is_named_between_two_probes_as_well() -> None:
+    scene = Scene()
+    scene.wait(20)
     scene.silent.add(2)
-    scene.arrive(0, 1, 3)
-    assert scene.wait(28) == []
-    (verdict,) = scene.wait(4)
+    scene.states[2] = "T"
+    assert scene.wait(4) == []
+    (verdict,) = scene.wait(6)
+    assert isinstance(verdict, ProbeMeasured)
     assert (verdict.ok, verdict.late_ranks, verdict.late_hosts) == (False, (2,), ("n2",))
-    assert scene.judge.failed is verdict
+    assert any("state T" in each.text for each in verdict.evidence)
+    assert scene.judge.failed is not None
     assert scene.wait(200) == []
 
 
-def test_a_frozen_rank_is_named_although_nobody_could_arrive() -> None:
-    """Its reader is frozen too: there is no target, and the others wait for one."""
-    scene = Scene().asked()
-    scene.silent.add(1)
-    (verdict,) = scene.wait(40)
-    assert verdict.late_ranks == (1,)
+def test_who_talks_again_while_evidence_is_gathered_was_only_slow() -> None:
+    scene = Scene()
+    scene.wait(20)
+    scene.silent.add(2)
+    scene.states[2] = "T"
+    for _ in range(80):
+        assert scene.wait(0.25) == []
+        if scene.hub.asked:
+            break
+    assert scene.hub.asked, "stacks are asked for first"
+    scene.silent.clear()
+    scene.states.clear()
+    scene.beat(2)
+    assert scene.wait(30) == []
+    assert scene.judge.failed is None
 
 
-def test_a_rank_that_talks_but_does_not_come_is_given_ten_times_as_long() -> None:
-    scene = Scene().asked()
-    scene.arrive(0, 1, 2)
-    assert scene.wait(295) == []
+def test_a_job_that_is_suspended_and_comes_back_one_by_one_is_not_judged() -> None:
+    scene = Scene()
+    scene.wait(20)
+    scene.silent |= {0, 1, 2, 3}
+    scene.states |= dict.fromkeys(range(4), "T")
+    assert scene.wait(600) == []
+    for rank in range(4):
+        scene.silent.discard(rank)
+        scene.states[rank] = "S"
+        assert scene.wait(2) == []
+    assert scene.wait(60) == []
+
+
+def test_a_gap_of_our_own_clock_excuses_everybody() -> None:
+    scene = Scene()
+    scene.wait(20)
+    scene.silent |= {0, 1, 2, 3}
+    scene.wait(900, watched=False)
+    for rank in range(4):
+        scene.silent.discard(rank)
+        scene.beat(rank)
+        assert scene.wait(2) == []
+
+
+def test_the_networks_word_comes_before_the_naming_of_silent_hosts() -> None:
+    """Where whoever listens is cut off, all others are silent, and it is not they."""
+    network = Network(ranks=(0,), hosts=("n0",))
+    scene = Scene(network=network)
+    scene.wait(20)
+    scene.silent |= {1, 2, 3}
+    (verdict,) = scene.wait(30)
+    assert isinstance(verdict, ProbeMeasured)
+    assert (verdict.late_ranks, verdict.late_hosts) == ((0,), ("n0",))
+    assert any(each.source == "network" for each in verdict.evidence)
+
+
+def test_a_silent_host_is_named_where_the_network_has_nothing_against_anybody() -> None:
+    scene = Scene(network=Network())
+    scene.wait(20)
+    scene.silent.add(3)
+    assert scene.wait(28) == []
     (verdict,) = scene.wait(10)
-    assert verdict.late_ranks == (3,)
+    assert isinstance(verdict, ProbeMeasured)
+    assert verdict.late_hosts == ("n3",)
 
 
-@pytest.mark.parametrize("phase", ["eval", "save", "load", "data", "start", "a phase of theirs"])
+def test_a_probe_that_does_not_end_is_a_matter_for_the_network() -> None:
+    network = Network()
+    scene = Scene(network=network).asked()
+    scene.arrive(0, 1, 2, 3)
+    assert scene.wait(29) == []
+    assert network.asked == 0
+    network.ranks, network.hosts = (3,), ("n3",)
+    (verdict,) = scene.wait(6)
+    assert isinstance(verdict, ProbeMeasured)
+    assert (verdict.late_hosts, verdict.wrong) == (("n3",), False)
+    assert scene.judge.failed is not None
+    assert scene.judge.failed.cause is Cause.HANG
+
+
+def test_a_training_that_goes_on_outlives_its_probe_whatever_the_links_are() -> None:
+    network = Network(ranks=(2,), hosts=("n2",))
+    scene = Scene(network=network).asked()
+    scene.arrive(0, 1, 2, 3)
+    for rank in range(4):
+        scene.set(rank, step=44)
+    (told,) = scene.wait(60)
+    assert isinstance(told, ProbeOff)
+    assert "n3 does not acknowledge" in told.why
+    assert scene.judge.failed is None
+
+
+def test_a_probe_that_breaks_alone_is_switched_off_and_said_once() -> None:
+    scene = Scene().asked()
+    scene.arrive(0, 1, 2, 3)
+    scene.judge.hear(1, p.ProbeBroke(id=scene.number, text="Connection reset by peer"))
+    (told,) = scene.wait(2)
+    assert isinstance(told, ProbeOff)
+    assert "Connection reset" in told.why
+    assert scene.wait(600) == []
+    assert (scene.number, scene.judge.failed) == (1, None)
+
+
+def test_heartbeats_are_judged_on_where_the_probe_was_switched_off() -> None:
+    scene = Scene().asked()
+    scene.judge.hear(1, p.ProbeBroke(id=scene.number, text="x"))
+    scene.wait(2)
+    scene.silent.add(2)
+    scene.states[2] = "T"
+    (verdict,) = scene.wait(12)
+    assert isinstance(verdict, ProbeMeasured)
+    assert verdict.late_ranks == (2,)
+
+
+def test_a_policy_that_only_warns_hears_of_it_once() -> None:
+    scene = Scene()
+    scene.wait(20)
+    scene.silent.add(2)
+    scene.states[2] = "T"
+    assert len(scene.wait(12)) == 1
+    scene.judge.forgive()
+    assert scene.wait(600) == []
+    assert scene.judge.failed is None
+
+
+@pytest.mark.parametrize("phase", ["eval", "save", "load", "start", "a phase of theirs"])
 def test_a_rank_that_is_elsewhere_for_a_reason_is_not_late(phase: str) -> None:
     scene = Scene().asked()
     scene.set(0, phase=phase)
+    scene.arrive(1, 2, 3)
     assert scene.wait(1000) == []
     scene.set(0, phase="train")
-    scene.arrive(0, 1, 2, 3)
+    scene.arrive(0)
     scene.done(0, 1, 2, 3)
-    assert [v.ok for v in scene.wait(2)] == [True]
-
-
-def test_ranks_that_came_and_never_finished_are_named() -> None:
-    scene = Scene().asked()
-    scene.arrive(0, 1, 2, 3)
-    scene.done(0, 1)
-    (verdict,) = scene.wait(310)
-    assert verdict.late_ranks == (2, 3)
-
-
-def test_a_wrong_sum_is_a_failure_at_once() -> None:
-    scene = Scene().asked()
-    scene.arrive(0, 1, 2, 3)
-    scene.done(0, 1, 2)
-    scene.done(3, ok=False)
-    (verdict,) = scene.wait(1)
-    assert (verdict.ok, verdict.late_ranks, verdict.step) == (False, (3,), 40)
+    scene.wait(2)
+    assert len(scene.fine) == 1
 
 
 def test_answers_to_an_older_probe_are_not_taken_for_this_one() -> None:
     scene = Scene().asked()
-    scene.arrive(0, 1, 2)
-    scene.judge.hear(3, p.ProbeArrived(id=99))
-    scene.silent.add(3)
-    (verdict,) = scene.wait(40)
-    assert verdict.late_ranks == (3,)
+    scene.arrive(0, 1, 2, 3)
+    scene.done(0, 1, 2)
+    scene.judge.hear(3, p.ProbeDone(id=99, latency_s=0.1, wrong=(), bandwidth=0.0))
+    scene.wait(5)
+    assert scene.fine == []

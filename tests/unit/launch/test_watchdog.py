@@ -11,6 +11,7 @@ import pytest
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import WitnessView
+from slurm_forge.control.links import Connection
 from slurm_forge.journal.events import StallSeen, StretchesLearned
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.stretches import Rules
@@ -49,6 +50,8 @@ class Scene:
     rules: Rules | None = RULES
     learned: dict[str, float] = field(default_factory=dict)
     now: float = 1000.0
+    #: What the hub sees of its own connections, by rank.
+    links: tuple[tuple[int, Connection], ...] = ()
 
     def __post_init__(self) -> None:
         self.world_size = len(self.ranks)
@@ -86,8 +89,16 @@ class Scene:
         return dict(self.views)
 
     def ask_witnesses(self, message: p.Message) -> None:
+        if isinstance(message, p.LookAtLinks):
+            return
         assert isinstance(message, p.TakeStacks)
         self.asked = message.id
+
+    def ask_rank(self, rank: int, message: p.Message) -> None:
+        assert isinstance(message, p.LookAtLinks)
+
+    def connections(self) -> tuple[tuple[int, Connection], ...]:
+        return self.links
 
     def answer(self) -> None:
         """What witnesses find when they are asked, a moment later."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank, RankFailure
+from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
@@ -39,6 +40,16 @@ def failed(cause: Cause, rank: int = 2, **changes: Any) -> RankFailure:
         rank=rank, host=f"n{rank}", cause=cause, step=70, text=cause.value, micro_batch=8
     )
     return replace(made, **changes)
+
+
+LATE = Found(
+    cause=Cause.HANG,
+    ranks=(4, 5),
+    hosts=("n6", "n6"),
+    step=64,
+    confidence=Confidence.LIKELY,
+    evidence=(Evidence("probe", "late: rank 4 (n6), rank 5 (n6)"),),
+)
 
 
 @dataclass(frozen=True)
@@ -441,8 +452,8 @@ CASES = [
         "the probe named a host",
         Cause.HANG,
         Confidence.LIKELY,
-        {"probe_failed": True, "late_ranks": (4, 5), "late_hosts": ("n6", "n6")},
-        hosts=("n6", "n6"),
+        {"probe": LATE},
+        hosts=("n6",),
         rank=4,
         says="rank 4 (n6)",
     ),

@@ -10,10 +10,11 @@ import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank
-from slurm_forge.recovery.launch_facts import Heartbeat, WorkerEnd
+from slurm_forge.recovery.launch_facts import WorkerEnd
+from slurm_forge.recovery.probing import Found
 from slurm_forge.slurm.records import AccountingRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
-from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 from tests.unit.recovery.test_classify import NOW, RUNNING, failed, job
 
@@ -316,25 +317,39 @@ def test_a_drained_node_is_not_a_lost_one() -> None:
     assert incident.cause is Cause.CRASH
 
 
-# -- heartbeats ------------------------------------------------------------------------------------
+# -- the probe -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("silent", "words"), [(9, "silent for 9 s"), (1, "lives: train at step 4")]
-)
-def test_a_frozen_rank_is_told_from_one_that_waits(silent: int, words: str) -> None:
-    beat = Heartbeat(
-        rank=3,
-        host="n4",
-        silent=timedelta(seconds=silent),
-        phase="train",
-        step=40,
-        since=timedelta(seconds=12),
+def late(cause: Cause = Cause.HANG, confidence: Confidence = Confidence.LIKELY) -> Found:
+    seen = Evidence("heartbeat", "rank 3 (n4) silent for 9 s")
+    return Found(
+        cause=cause, ranks=(3,), hosts=("n4",), step=40, confidence=confidence, evidence=(seen,)
     )
-    late = {"late_ranks": (3,), "late_hosts": ("n4",), "beats": (beat,)}
-    incident = judged(probe_failed=True, **late)
+
+
+def test_whom_the_probe_named_is_the_one_whatever_the_others_say_then() -> None:
+    followed = failed(Cause.NCCL_ERROR, rank=0)
+    incident = judged(probe=late(), failures=(followed,))
     assert (incident.cause, incident.rank, incident.hosts) == (Cause.HANG, 3, ("n4",))
-    assert words in told(incident)
+    assert incident.step == 40
+    assert "silent for 9 s" in told(incident)
+    assert "followers: rank 0" in told(incident)
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_who_only_noticed_an_error_of_nccl_is_never_certain_to_be_to_blame(
+    everybody: bool,
+) -> None:
+    """Certain counts as enough against a node."""
+    incident = judged(failures=(failed(Cause.NCCL_ERROR, rank=0, everybody=everybody),))
+    assert incident.cause is Cause.NCCL_ERROR
+    assert incident.confidence is not Confidence.CERTAIN or not incident.hosts
+
+
+def test_a_value_that_arrived_changed_is_an_error_of_nccl_on_its_sender() -> None:
+    incident = judged(probe=late(Cause.NCCL_ERROR, Confidence.CERTAIN))
+    assert (incident.cause, incident.confidence) == (Cause.NCCL_ERROR, Confidence.CERTAIN)
+    assert (incident.rank, incident.hosts) == (3, ("n4",))
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -414,7 +414,9 @@ def weights(given: Incident, nodes: list[str] = NODES) -> dict[str, float]:
     return {each.node: each.weight for each in found}
 
 
-SPEAKS = {Cause.GPU_ERROR, Cause.NODE_FAIL, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH}
+SPEAKS = {
+    Cause.GPU_ERROR, Cause.NODE_FAIL, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.STRAGGLER,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -442,6 +444,8 @@ def test_how_many_incidents_convict_a_node() -> None:
     assert needed(Cause.HANG, Confidence.LIKELY) == 2
     assert needed(Cause.GPU_ERROR, Confidence.GUESS) == 3
     assert needed(Cause.CRASH, Confidence.LIKELY) == 3
+    assert needed(Cause.STRAGGLER, Confidence.LIKELY) == 4
+    assert needed(Cause.STRAGGLER, Confidence.GUESS) == 10
 
 
 def test_arithmetic_that_was_wrong_once_is_the_nodes_fault() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ import pytest
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank
 from slurm_forge.recovery.seats import Room, Seats
+from slurm_forge.recovery.stalls import Stall
 from slurm_forge.recovery.vanished import vanished
 from slurm_forge.slurm.records import NodeRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.recovery.life import Life
 from tests.unit.recovery.test_classify import NOW, failed, job
@@ -76,6 +79,24 @@ def test_a_node_that_lost_power_closes_no_connection() -> None:
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n4",))
     # One that is heard of is only waited for.
     assert classify(seen(lost=(), failures=peers), "1.1").cause is Cause.NCCL_ERROR
+
+
+def test_a_batch_node_that_is_cut_off_is_named_and_not_all_those_it_does_not_hear() -> None:
+    """Of n4 and n3 nothing is heard, since n1, where the supervisor is, reaches nobody."""
+    stalled = Stall(
+        cause=Cause.NCCL_ERROR, late_ranks=(0, 1), late_hosts=("n1", "n1"), step=65,
+        since=timedelta(seconds=40), limit=timedelta(seconds=30),
+        evidence=(Evidence("network", "n1 does not acknowledge (2 of 2 peers)"),),
+    )  # fmt: skip
+    mute = (*N4, LostRank(4, "n3"), LostRank(5, "n3"))
+    text = "srun: error: n1: tasks 0-1: Exited with exit code 1\n"
+    facts = seen(lost=(), mute=mute, launcher_text=text)
+    assert classify(facts, "1.1").hosts == ("n4", "n3")
+    incident = classify(replace(facts, stalled=stalled), "1.1")
+    assert (incident.cause, incident.rank, set(incident.hosts)) == (Cause.NCCL_ERROR, 0, {"n1"})
+    # Where it is one of the silent ones that was named, they are gone.
+    named = replace(stalled, late_ranks=(2, 3), late_hosts=("n4", "n4"))
+    assert classify(replace(facts, stalled=named), "1.1").cause is Cause.NODE_FAIL
 
 
 def test_what_slurm_says_of_it_makes_it_sure() -> None:

@@ -12,6 +12,8 @@ from slurm_forge.journal import events as ev
 from slurm_forge.report.explain import explain, only_attempt
 from slurm_forge.report.explain_text import explain_text
 from slurm_forge.report.facts import RunFacts
+from slurm_forge.report.status import take_status
+from slurm_forge.report.status_text import status_text
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Change
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -588,6 +590,21 @@ def test_probes_and_a_late_rank(scribe: Scribe) -> None:
     scribe.incident(Cause.HANG, Action.RELAUNCH, source="probe", text="late: rank 4 (n06)")
     assert "probe failed, late: rank 4 (n06), rank 5 (n06?[1m)" in told(scribe.facts())
     assert "  30 probes fine, the slowest in 12 ms\n" in told(scribe.facts(), attempt=1)
+
+
+def test_a_probe_whose_values_arrived_changed_and_one_that_broke(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    fine = ev.ProbeMeasured(ok=True, step=5, latency_s=0.012, bandwidth=1.18e10)
+    scribe.write("supervisor", fine)
+    scribe.write("supervisor", ev.ProbeOff(step=7, why="rank 1: Connection reset\x1b[1m"))
+    assert "training goes on without it" in status_text(take_status(scribe.facts()))
+    wrong = ev.ProbeMeasured(ok=False, step=9, late_ranks=(4,), late_hosts=("n06",), wrong=True)
+    scribe.write("supervisor", wrong)
+    text = told(scribe.facts(), attempt=1)
+    assert "probe failed, values arrived changed: rank 4 (n06)" in text
+    assert "1 probe fine, the slowest in 12 ms, 12 GB/s over all ranks" in text
+    assert "the probe broke and training went on without it: rank 1: Connection reset?[1m" in text
 
 
 def test_one_attempt_in_full(scribe: Scribe) -> None:

@@ -19,7 +19,7 @@ from tests.unit.report.journals import Scribe
 STATUS = (
     "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
     "last_seen_age_s checkpoint plan open next warnings logged jobs waiting "
-    "program"
+    "program slow"
 )
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "
@@ -35,7 +35,7 @@ LAUNCH = (
     "number started ended last_seen outcome world_size nodes start step resumes training_s "
     "repeated_steps repeated_s notices stop_step agreed_s stop_checkpoint notice_to_saved_s "
     "incidents checkpoints failed_saves rejected skipped probes slowest_probe_s late_probes "
-    "program"
+    "program slow trends bandwidth probe_off"
 )
 INCIDENT = (
     "id time cause confidence step rank hosts evidence decision onset samples repeats micro_batch "
@@ -46,7 +46,7 @@ DECISION = "time action reason rung changes target target_step target_trust in_p
 RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s after"
 PLAN = (
     "lr_scale lr_factor lr_from_step lr_ramp_steps micro_batch mem_factor exclude_nodes "
-    "lr_back_step skipped reseeded worker_factor rolled_back_to time_factor nodes"
+    "lr_back_step skipped reseeded worker_factor rolled_back_to time_factor nodes variables"
 )
 
 

@@ -75,6 +75,19 @@ def test_values_reach_the_program_as_what_they_are() -> None:
     assert example.env.on_hang == {"NCCL_SOCKET_IFNAME": "hsn0"}
 
 
+def test_the_bandwidth_of_a_job_is_its_partitions_else_the_sites() -> None:
+    example = site(
+        'name: example\nexpected_bandwidth: "20 GB/s"\n'
+        'partitions: {fast: {expected_bandwidth: "400 Gbit/s"}, other: {}}\n'
+        'qos: {slow: {expected_bandwidth: "1.5 GB/s"}}\n'
+    )
+    found = [example.facts(*each).expected_bandwidth for each in (("fast",), ("other",), (None,))]
+    assert found == [50e9, 20e9, 20e9]
+    assert example.facts("fast", "slow").expected_bandwidth == 1.5e9
+    assert site("name: example\n").facts("fast").expected_bandwidth is None
+    assert Site.model_validate_json(example.model_dump_json(), strict=True) == example
+
+
 def test_a_site_survives_being_written_and_read() -> None:
     example = site(MANY)
     assert Site.model_validate_json(example.model_dump_json(), strict=True) == example
@@ -96,6 +109,18 @@ def test_a_site_survives_being_written_and_read() -> None:
         ("env: {always: {A: 1}}", "env"),
         ('cluster_names: ["a b"]', "letters"),
         ("qos: {x: {max_nodes: 0}}", "max_nodes"),
+        ("env: {allways: {A: x}}", 'did you mean "always"'),
+        ("env: {forbidden: {A: slow}}", 'did you mean "never"'),
+        ("env: {never: [A]}", "keys and values"),
+        ("env: {always: {A: x}, never: {A: slow}}", "env.always.A: env.never says"),
+        ("env: {on_hang: {A: x}, never: {A: slow}}", "env.on_hang.A: env.never says"),
+        (
+            "socket_interface: hsn\nenv: {never: {GLOO_SOCKET_IFNAME: slow}}",
+            "socket_interface: env.never says",
+        ),
+        ("expected_bandwidth: 180", "180 GB/s"),
+        ('expected_bandwidth: "180 Gb/s"', "400 Gbit/s"),
+        ('partitions: {x: {expected_bandwidth: "0 GB/s"}}', "partitions.x.expected_bandwidth"),
     ],
 )
 def test_a_mistake_names_file_line_and_what_is_wrong(line: str, hint: str) -> None:

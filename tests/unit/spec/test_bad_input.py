@@ -36,6 +36,10 @@ IN_A_JOB = [
     ("environment: {torch: wran}", 3, 'environment.torch: unknown value "wran" (did you mean "warn"?)'),
     ("recovery: {nan: []}", 3, 'recovery.nan: unknown key (did you mean "non_finite"?)'),
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
+    ("preflight: false", 3, 'preflight: to switch it off, write "preflight: {enabled: false}"'),
+    ("preflight: {timeout: 10s}", 3, 'preflight.timeout: unknown key (did you mean "within"?)'),
+    ("inject: [bad_node@12]", 3, 'inject[0]: "bad_node@12": say where: bad_node:rank1, or bad_node:host=n2'),
+    ("inject: ['nan@12:host=n2']", 3, 'inject[0]: "nan@12:host=n2": host= is for bad_node, bad_link and bad_sum; others strike a rank'),
     # types
     ("resources:\n  nodes: two", 4, 'resources.nodes: expected a whole number, got "two"'),
     ("resources:\n  nodes: 1.5", 4, "resources.nodes: expected a whole number, got 1.5"),
@@ -100,7 +104,7 @@ IN_A_JOB = [
     ("recovery: {crash: [{times: 2}]}", 3, "recovery.crash[0].do: missing, and there is no default for it"),
     ("recovery: {crash: requeue}", 3, 'recovery.crash: expected a list, got "requeue"'),
     ("recovery: {crash: [requeue]}", 3, 'recovery.crash[0]: expected keys and values, got "requeue"'),
-    ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, wait, exclude_node)'),
+    ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, wait, exclude_node, variables)'),
     ("recovery: {crash: [{do: hold, times: 2}]}", 3, 'recovery.crash[0].times: does not belong to "do: hold" (it takes nothing else)'),
     ("recovery: {hang: [{do: skip, times: 2}]}", 3, 'recovery.hang[0].do: "skip" does nothing about hang (try: warn, fewer_nodes, relaunch, requeue, hold)'),
     ("recovery:\n  hang: [{do: relaunch, times: 1},\n    {do: requeue}]", 5, 'recovery.hang[1].do: say how often ("times: 2"); only preempted, time_limit, node_fail, admin_requeue may go on without limit'),
@@ -111,7 +115,7 @@ IN_A_JOB = [
     ("recovery: {non_finite: [{do: rollback, times: 1, ramp_steps: 3}]}", 3, "recovery.non_finite[0].ramp_steps: there is nothing to ramp without lr_scale below 1"),
     ("recovery: {non_finite: [{do: rollback, times: 1, lr_scale: 2}]}", 3, "recovery.non_finite[0].lr_scale: expected at most 1, got 2"),
     ("recovery: {crash: [{do: relaunch, times: 1, start: hot}]}", 3, 'recovery.crash[0].start: unknown value "hot" (known here: cold, warm, in_process)'),
-    ("recovery: {crash: [{do: requeue, times: 1, start: warm}]}", 3, 'recovery.crash[0].start: does not belong to "do: requeue" (it takes times, wait, exclude_node)'),
+    ("recovery: {crash: [{do: requeue, times: 1, start: warm}]}", 3, 'recovery.crash[0].start: does not belong to "do: requeue" (it takes times, wait, exclude_node, variables)'),
     ("recovery: {non_finite: [{do: rollback, times: 1, skip_samples: all}]}", 3, 'recovery.non_finite[0].skip_samples: unknown value "all" (known here: none, window)'),
     # probe
     ("probe: false", 3, 'probe: to switch the probe off, write "probe: {enabled: false}"'),
@@ -122,6 +126,9 @@ IN_A_JOB = [
     ("watchdog: {at_least: 20m}", 3, "watchdog: at_least (20m) is longer than at_most (10m): raise at_most too"),
     ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are no values here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
+    ("probe: {straggler: 0.9}", 3, "probe.straggler: expected more than 1, got 0.9"),
+    ("probe: {stragglers: 2}", 3, 'probe.stragglers: unknown key (did you mean "straggler"?)'),
+    ("recovery: {straggler: [{do: rollback, times: 1}]}", 3, 'recovery.straggler[0].do: "rollback" does nothing about straggler (try: warn, relaunch, requeue, hold)'),
     ("probe: {enabled: 1}", 3, "probe.enabled: expected true or false, got 1"),
 ]  # fmt: skip
 

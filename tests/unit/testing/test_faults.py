@@ -29,6 +29,10 @@ def faults(draw: st.DrawFn) -> Fault:
     kind = draw(st.sampled_from(FaultKind))
     given: dict[str, Any] = {"kind": kind, "rank": draw(st.none() | st.integers(0, 10**6))}
     given["attempt"] = draw(st.none() | st.integers(1, 10**6))
+    if kind in (FaultKind.BAD_NODE, FaultKind.BAD_LINK, FaultKind.BAD_SUM):
+        if given["rank"] is None:
+            given["host"] = draw(st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True))
+        return Fault(**given, always=draw(st.booleans()))
     if kind is FaultKind.CORRUPT:
         given["target"] = draw(st.sampled_from(Target))
         given["value"] = draw(st.sampled_from(["nan", "inf", "-inf", "1e+30", "-2.5"]))

@@ -28,12 +28,13 @@ WITHIN_S = 20.0
 #: Imports nothing large; its workers wait for ever.
 _AGENT = """
     import itertools, sys, time
-    from slurm_forge.training import agent
+    from slurm_forge.slurm import kernel
     kills = itertools.count()
+    kernel.read_oom_kills = lambda: kernel.OomKills(group=next(kills), source="memory.events")
+    from slurm_forge.training import agent
     agent.preload = lambda variables, more: ""
     agent._ALONE_S = 0.3
     agent.Program.go = lambda self, parking: {go}
-    agent.read_oom_kills = lambda: agent.OomKills(group=next(kills), source="memory.events")
     sys.exit(agent.main(["run"]))
 """
 ORDER = a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)

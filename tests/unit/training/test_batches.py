@@ -166,7 +166,7 @@ def test_windows_with_workers_are_the_same():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_made_again_in_smaller_parts_has_the_same_samples(workers):
-    dataset = Noisy()
+    dataset, others = Noisy(), worker_pids()  # a killed one of the test before may still be seen
     with BatchSource(
         dataset, SampleOrder(3, 50, 12), rank=0, ranks=1, micro_batch=12, num_workers=workers
     ) as source:
@@ -181,7 +181,7 @@ def test_a_batch_made_again_in_smaller_parts_has_the_same_samples(workers):
     assert torch.equal(torch.cat(again.micro_batches), torch.cat(batch.micro_batches))
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert same([again, *following], take(4)[1:])
-    assert worker_pids() == set()
+    assert worker_pids() <= others
 
 
 @pytest.mark.parametrize("smaller", [None, 2])

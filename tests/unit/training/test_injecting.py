@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -102,6 +100,19 @@ def test_a_fault_strikes_every_micro_batch_of_its_step_and_never_again(tmp_path:
     assert json.loads(file.read_text())["fault"] == "spike@3:factor=10"
 
 
+def test_a_fault_of_a_node_strikes_no_step(tmp_path: Path) -> None:
+    faults = Injecting(
+        parse_faults("bad_node:rank0,bad_link:host=n1"),
+        rank=0,
+        world_size=1,
+        attempt=1,
+        launch=1,
+        directory=tmp_path,
+    )
+    assert not faults.active
+    faults.boundary(0)
+
+
 def test_each_of_several_steps_is_struck_once(tmp_path: Path) -> None:
     rank = Rank(tmp_path, "nan@3x3")
     assert [struck(rank.step(step)) for step in (2, 3, 4)] == [False, True, True]
@@ -153,23 +164,23 @@ def test_a_fault_that_cannot_be_remembered_does_not_strike(tmp_path: Path) -> No
 
 def test_a_fault_is_on_disk_before_it_strikes(tmp_path: Path) -> None:
     """The process really is killed, and comes again."""
-    program = textwrap.dedent("""
-        import sys
-        from pathlib import Path
-        from slurm_forge.spec.faults import parse_faults
-        from slurm_forge.training.injecting import Injecting
-        faults = Injecting(parse_faults("kill@3:rank0"), rank=0, world_size=1, attempt=1,
-                           launch=int(sys.argv[2]), directory=Path(sys.argv[1]))
+
+    def rank_0(launch: int) -> None:
+        faults = Injecting(
+            parse_faults("kill@3:rank0"), rank=0, world_size=1, attempt=1, launch=launch,
+            directory=tmp_path,
+        )  # fmt: skip
         for step in range(5):
             faults.boundary(step)
-        print("through")
-    """)
+        (tmp_path / f"through {launch}").touch()
+
     ends = []
-    for launch in ("1", "2"):
-        command = [sys.executable, "-c", program, str(tmp_path), launch]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        ends.append((done.returncode, done.stdout))
-    assert ends == [(-signal.SIGKILL, ""), (0, "through\n")], done.stderr
+    for launch in (1, 2):
+        process = multiprocessing.get_context("fork").Process(target=rank_0, args=(launch,))
+        process.start()
+        process.join(60)
+        ends.append((process.exitcode, (tmp_path / f"through {launch}").exists()))
+    assert ends == [(-signal.SIGKILL, False), (0, True)]
 
 
 # -- poisoned samples -----------------------------------------------------------------------------
@@ -234,6 +245,17 @@ def test_signals_go_to_the_rank_itself_at_the_boundary(tmp_path: Path) -> None:
     assert rank.signals == [Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGSTOP]
 
 
+def test_a_wrong_value_is_in_the_next_probe_of_this_rank_and_in_no_other(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, "wrong@1,wrong@3:rank1")
+    rank.step(0)
+    assert not rank.faults.probe_spoilt()
+    rank.step(1)
+    rank.step(2)
+    assert rank.faults.probe_spoilt()
+    rank.step(3)
+    assert not rank.faults.probe_spoilt()
+
+
 def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: Path) -> None:
     rank = Rank(tmp_path, "slow@1:seconds=7,hang@2:seconds=9,hang@3")
     rank.step(1)
@@ -248,6 +270,23 @@ def test_a_rank_that_hangs_sleeps_for_ever_and_a_slow_one_for_a_while(tmp_path: 
     rank.faults._sleep = third
     with pytest.raises(KeyboardInterrupt):
         rank.step(3)
+
+
+def test_what_a_slow_fault_may_say(tmp_path: Path) -> None:
+    (node, work) = parse_faults("slow@5x400:rank1:factor=2:node,slow@9:factor=1.5")
+    assert (node.drags, str(node)) == (True, "slow@5x400:rank1:node:factor=2")
+    assert parse_faults(str(node)) == (node,)
+    assert work.target is None
+    for wrong, why in (
+        ("slow@5:node", "node is for slow, such as slow@5x400:rank1:factor=2:node"),
+        ("hang@5:node", "node is for slow"),
+        ("corrupt@5:node:nan", "node is for slow"),
+        ("slow@5:factor=0.5", "1 or more"),
+        ("slow@5:factor=2:seconds=3", "no seconds"),
+        ("slow:samples=3-7:factor=2", "and a step"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            parse_faults(wrong)
 
 
 def test_data_and_collective_say_what_they_need(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
+from slurm_forge.control import protocol as p
+from slurm_forge.control.hub import Said
 from slurm_forge.control.stack_text import threads
 from slurm_forge.training.process_facts import ProcessFacts, parse_stat, read_process
 from slurm_forge.training.stacks import StackTaker
@@ -163,6 +165,16 @@ def test_a_witness_speaks_of_its_worker_and_dies_with_it(tmp_path: Path) -> None
             assert time.monotonic() < deadline, "no word of it"
             time.sleep(0.02)
         assert hub.members() == {}, "a witness is no member"
+        os.kill(process.pid, signal.SIGSTOP)  # nor is the worker asked for anything
+        hub.ask_witnesses(p.LookAtLinks(id=5))
+        while True:
+            said = hub.events.get(timeout=max(0.0, deadline - time.monotonic()))
+            if isinstance(said, Said) and getattr(said.message, "id", None) == 5:
+                break
+        assert isinstance(said.message, p.Links)
+        assert said.message.how in ("witness", "refused")
+        assert len(said.message.peers) == 1, "its own connection to the hub"
+        assert [rank for rank, _ in hub.connections()] == [0]
         os.kill(witness, signal.SIGTERM)  # as to a whole group: it is not the witness that is meant
         process.kill()
         process.wait()

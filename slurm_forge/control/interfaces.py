@@ -1,0 +1,63 @@
+"""This node's network interfaces: which one the site means, and the address on it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+from collections.abc import Sequence
+
+__all__ = ["interface_of", "interfaces", "preferred_address"]
+
+#: ioctl: the IPv4 address of an interface (Linux, netdevice(7)).
+_SIOCGIFADDR = 0x8915
+#: Longest name of an interface, without the zero behind it (IFNAMSIZ).
+_LONGEST_NAME = 15
+
+
+def interface_of(wanted: str, present: Sequence[str]) -> str | None:
+    """The first of the interfaces ``present`` that NCCL would take by ``wanted``, or None.
+
+    Its rules: a list of beginnings, ``eth,ib``; behind ``=`` whole names, behind ``^`` those that
+    are not to be taken, ``^=`` both (NCCL's documentation, NCCL_SOCKET_IFNAME).
+    """
+    text = wanted.strip()
+    without = text.startswith("^")
+    exact = text.removeprefix("^").startswith("=")
+    words = [word.strip() for word in text.lstrip("^=").split(",") if word.strip()]
+
+    def matches(name: str) -> bool:
+        return any(name == word or (not exact and name.startswith(word)) for word in words)
+
+    return next((name for name in present if matches(name) is not without), None)
+
+
+def interfaces() -> tuple[str, ...]:
+    """Names of this node's network interfaces, in the kernel's order."""
+    with contextlib.suppress(OSError):
+        return tuple(name for _, name in socket.if_nameindex())
+    return ()
+
+
+def preferred_address(interface: str | None, host_suffix: str | None) -> str | None:
+    """This node on the network that the site prefers, or None: by name, else by interface.
+
+    ``host_suffix`` counts where the name with it is known; ``interface`` by NCCL's rules.
+    """
+    if host_suffix:
+        # Between the name and its domain, which a resolver knows to add.
+        name = socket.gethostname().partition(".")[0] + host_suffix
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.getaddrinfo(name, None, socket.AF_INET)
+            return name
+    found = None if interface is None else interface_of(interface, interfaces())
+    return None if found is None else _address_of(found)
+
+
+def _address_of(interface: str) -> str | None:
+    asked = struct.pack("256s", interface.encode()[:_LONGEST_NAME])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, asked)
+        return socket.inet_ntoa(answer[20:24])
+    return None

@@ -1,0 +1,106 @@
+"""The environment that the ranks of a launch are started with, and what of it needs telling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from slurm_forge.control.interfaces import interface_of
+from slurm_forge.site.model import Site
+from slurm_forge.site.variables import (
+    GLOO_INTERFACE,
+    Difference,
+    DifferenceKind,
+    differences,
+    effective,
+    settled,
+)
+from slurm_forge.spec.job import JobSpec
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.vocabulary.cause import Cause, Evidence
+from slurm_forge.vocabulary.decision import Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
+
+__all__ = [
+    "effective_on_hang",
+    "for_command",
+    "for_launch",
+    "forbidden",
+    "warnings",
+    "with_suspects",
+]
+
+_MASTER = "MASTER_ADDR"
+#: What sbatch leaves of its ``--export`` for every srun of the job to go by.
+_EXPORT = "SLURM_EXPORT_ENV"
+#: Incidents that a forbidden variable may have a part in.
+_NETWORK = frozenset({Cause.HANG, Cause.NCCL_ERROR})
+
+
+def for_launch(file: RunFile, own: Mapping[str, str], plan: RecoveryPlan) -> dict[str, str]:
+    """The environment for our srun: the site's < what is ``own`` < the job file's.
+
+    Of a job that was submitted with ``--export=NONE`` srun would hand next to nothing on: that
+    option is for what the job takes along from where it was submitted, and what its script has set
+    since is meant for the ranks.
+    """
+    found = settled(file.env, own, file.job.env, plan.variables)
+    if _EXPORT in found and _EXPORT not in file.job.env:
+        found[_EXPORT] = "ALL"
+    return found
+
+
+def for_command(
+    file: RunFile,
+    own: Mapping[str, str],
+    plan: RecoveryPlan,
+    *,
+    first_node: str | None,
+    interfaces: tuple[str, ...],
+) -> dict[str, str]:
+    """The environment for a command that knows nothing of us, and starts its ranks itself.
+
+    Where the site names its fast network, torchrun's ``MASTER_ADDR`` is the first node there, and
+    gloo is told the interface, in both cases only if the person has not said it.
+    """
+    found = settled(file.env, own, file.job.env, plan.variables)
+    if file.host_suffix is not None and first_node is not None:
+        found.setdefault(_MASTER, first_node + file.host_suffix)
+    if file.socket_interface is not None and GLOO_INTERFACE not in found:
+        # Its ranks run on other nodes, too: only a name that is whole is the same on all of them.
+        name = interface_of(file.socket_interface, interfaces)
+        if name is not None and name in file.socket_interface.lstrip("=").split(","):
+            found[GLOO_INTERFACE] = name
+    return found
+
+
+def effective_on_hang(file: RunFile, own: Mapping[str, str]) -> tuple[Variable, ...]:
+    """The site's variables for after a hang, but for those that the person has set otherwise."""
+    return effective(file.on_hang, file.env, own, file.job.env)
+
+
+def forbidden(file: RunFile, own: Mapping[str, str]) -> tuple[Difference, ...]:
+    """What must not be set at this site, and is: in the environment or in the job file."""
+    found = differences(file.sets, {**own, **file.job.env})
+    return tuple(each for each in found if each.kind is DifferenceKind.FORBIDDEN)
+
+
+def warnings(job: JobSpec, site: Site, own: Mapping[str, str]) -> tuple[str, ...]:
+    """What somebody who submits should hear: sbatch takes their environment along."""
+    told = []
+    for each in differences(site.env, {**own, **job.env}):
+        if each.kind is DifferenceKind.FORBIDDEN:
+            where = "the job file sets" if each.name in job.env else "your environment has"
+            told.append(
+                f"{site.name}: {where} {each.name}={each.found}, which must not be set here: "
+                f"{each.why}"
+            )
+    return tuple(told)
+
+
+def with_suspects(incident: Incident, found: tuple[Difference, ...]) -> Incident:
+    """The incident, and beside its evidence what may have a part in trouble of the network."""
+    if incident.cause not in _NETWORK or not found:
+        return incident
+    told = tuple(Evidence("environment", str(each)) for each in found)
+    return replace(incident, evidence=(*incident.evidence, *told))

@@ -1,0 +1,129 @@
+"""The ranks' environment by the site: in which order it is made, and what is not as it says.
+
+The order is site < the person's own environment < job file.  Pure: environments are handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from slurm_forge.site.model import EnvironmentSets
+from slurm_forge.vocabulary.plan import Variable
+
+__all__ = [
+    "GLOO_INTERFACE",
+    "NCCL_INTERFACE",
+    "Difference",
+    "DifferenceKind",
+    "differences",
+    "effective",
+    "reaches_forks",
+    "settled",
+]
+
+#: Which interfaces NCCL's sockets use, by its own rules (``control.interfaces``).
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+#: Gloo's: whole names, and it fails for one that is not there.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+#: Read when a communicator is made (or its plugin is loaded), not when an interpreter or torch is.
+_READ_LATE = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "OFI_NCCL_")
+
+
+class DifferenceKind(str, Enum):
+    """How a variable is not as the site says."""
+
+    MISSING = "missing"
+    #: Set to something else: a person's own value wins, so this is worth knowing and no fault.
+    OTHER = "other"
+    FORBIDDEN = "forbidden"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One variable that is not as the site says; ``why`` is the site's word on a forbidden one."""
+
+    name: str
+    kind: DifferenceKind
+    wanted: str | None = None
+    found: str | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case DifferenceKind.MISSING:
+                return f"{self.name} is not set; the site sets {self.name}={self.wanted}"
+            case DifferenceKind.OTHER:
+                return f"{self.name}={self.found}; the site sets {self.wanted}"
+            case _:
+                return f"{self.name}={self.found} is set, and must not be here: {self.why}"
+
+
+def differences(
+    sets: EnvironmentSets, environment: Mapping[str, str], *, on_hang: bool = False
+) -> tuple[Difference, ...]:
+    """What of an environment is not as the site's sets say, what is forbidden first.
+
+    ``on_hang``: the set for after a hang is in force, too, and wins over the one for always.
+    """
+    wanted = {**sets.always, **(sets.on_hang if on_hang else {})}
+    found = [
+        Difference(
+            name=name, kind=DifferenceKind.FORBIDDEN, found=environment[name], why=sets.never[name]
+        )
+        for name in sorted(sets.never)
+        if name in environment
+    ]
+    for name, value in sorted(wanted.items()):
+        there = environment.get(name)
+        if there is None:
+            found.append(Difference(name=name, kind=DifferenceKind.MISSING, wanted=value))
+        elif there != value:
+            found.append(
+                Difference(name=name, kind=DifferenceKind.OTHER, wanted=value, found=there)
+            )
+    return tuple(found)
+
+
+def settled(
+    always: Mapping[str, str],
+    own: Mapping[str, str],
+    job: Mapping[str, str],
+    in_force: Sequence[Variable] = (),
+) -> dict[str, str]:
+    """The environment of the ranks: the site's, then what is ``own``, then the job file's.
+
+    ``in_force`` are those of the recovery plan, which stand above the site's others.  What of
+    ``own`` has the very value of ``always`` was put there for it (by the batch script) and counts
+    as the site's.
+    """
+    added = {each.name: each.value for each in in_force}
+    kept = {
+        name: value
+        for name, value in own.items()
+        if not (name in added and always.get(name) == value)
+    }
+    return {**always, **added, **kept, **job}
+
+
+def effective(
+    on_hang: Mapping[str, str],
+    always: Mapping[str, str],
+    own: Mapping[str, str],
+    job: Mapping[str, str],
+) -> tuple[Variable, ...]:
+    """Those of the site's set for after a hang that would change anything: yours stay as they are.
+
+    Sorted by name.
+    """
+    return tuple(
+        Variable(name, value)
+        for name, value in sorted(on_hang.items())
+        if name not in job and own.get(name) in (None, always.get(name), value)
+    )
+
+
+def reaches_forks(name: str) -> bool:
+    """Whether a variable still counts in a process that has imported torch, and made no group."""
+    return name.startswith(_READ_LATE)

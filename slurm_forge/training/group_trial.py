@@ -1,0 +1,129 @@
+"""One collective of a few ranks, on a process group that is made for it: does it come, is it right.
+
+It may block for as long as a node or a link is bad, and can't be ended from within: run in a
+process that can be killed (``preflight_child``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+__all__ = ["Trial", "connect_store", "host_store", "try_together"]
+
+#: Large enough for the bandwidth to show: of an all-reduce, in bytes.
+_LARGE_CUDA, _LARGE_CPU = 64 << 20, 1 << 20
+_TIMES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How a collective went; ``bytes_per_s`` is the bus bandwidth, as nccl-tests count it."""
+
+    ok: bool
+    seconds: float
+    bytes_per_s: float = 0.0
+    text: str = ""
+
+
+def host_store(size: int, within: timedelta) -> TCPStore:
+    """The meeting place of a group, on a free port of this machine (``store.port``)."""
+    return TCPStore(
+        "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
+        0,
+        size,
+        is_master=True,
+        timeout=within,
+        wait_for_workers=False,
+    )
+
+
+def connect_store(hosts: Sequence[str], port: int, size: int, within: timedelta) -> TCPStore:
+    """The same for the others; ``RuntimeError`` where none of the hosts answers."""
+    error: Exception = RuntimeError("no address")
+    for host in hosts:
+        try:
+            return TCPStore(
+                host, port, size, is_master=False, timeout=within, wait_for_workers=False
+            )
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as failed:
+            error = failed
+    raise RuntimeError(
+        f"the first rank of the group can't be reached at {','.join(hosts)}: {error}"
+    )
+
+
+def try_together(
+    store: Store,
+    *,
+    nonce: str,
+    rank: int,
+    size: int,
+    backend: str,
+    device: torch.device,
+    within: timedelta,
+    keep: Callable[[object], None],
+    spoil: Callable[[torch.Tensor], None] = lambda _: None,
+) -> Trial:
+    """Make a group of ``size``, sum a small and a large tensor in it, compare.
+
+    Never raises.  ``keep`` is given what the others may need until they are through, too; ``spoil``
+    may change what this rank contributes (for rehearsals).
+    """
+    begun = time.monotonic()
+    try:
+        keep(store)
+        group = _group(PrefixStore(nonce, store), rank, size, backend, within)
+        keep(group)
+        small = torch.full((8,), float(rank + 1), device=device)
+        spoil(small)
+        _sum(group, small)
+        if bool((small != size * (size + 1) / 2).any().item()):
+            value = float(small[0].item())
+            text = f"wrong sum: {value:g} instead of {size * (size + 1) // 2}"
+            return Trial(ok=False, seconds=time.monotonic() - begun, text=text)
+        large = _LARGE_CUDA if device.type == "cuda" else _LARGE_CPU
+        speed = _speed(group, large, size, device)
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Trial(ok=False, seconds=time.monotonic() - begun, text=text[:300])
+    return Trial(ok=True, seconds=time.monotonic() - begun, bytes_per_s=speed)
+
+
+def _group(
+    store: Store, rank: int, size: int, backend: str, within: timedelta
+) -> Any:  # what has a process group's collectives: torch's stubs say it of ProcessGroup alone
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = within
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, within)
+
+
+def _sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    group.allreduce([tensor]).wait()
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _speed(
+    group: dist.ProcessGroup,
+    size_bytes: int,
+    size: int,
+    device: torch.device,
+) -> float:
+    """The best of a few, by the slowest rank as it waits for all: bytes per second on the bus."""
+    tensor = torch.ones(size_bytes // 4, device=device)
+    best = float("inf")
+    for _ in range(_TIMES):
+        begun = time.monotonic()
+        _sum(group, tensor)
+        best = min(best, time.monotonic() - begun)
+    return size_bytes / best * 2 * (size - 1) / size

@@ -1,0 +1,96 @@
+"""What network interfaces have counted of errors: read at the start, and again when asked.
+
+Reading may wait for a broken adapter's firmware, so it is done by a thread that nobody waits for.
+Sources: ``Documentation/ABI/stable/sysfs-class-infiniband`` and ``…/testing/sysfs-class-net*`` of
+Linux.  Infiniband is written from there, and has not been tried on such hardware.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Counted", "PortCounters", "differences", "read_counters"]
+
+_SYSFS = Path("/sys")
+#: Each of them stays where it is on a healthy link, so that any difference says something.
+_INFINIBAND = (
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "port_xmit_discards",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+_ETHERNET = ("rx_errors", "tx_errors", "rx_crc_errors", "tx_carrier_errors")
+_MOST_LINES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """An answer to the question of that number: ``mlx5_0/1 link_downed +1``, a line per counter."""
+
+    number: int
+    lines: tuple[str, ...]
+
+
+class PortCounters:
+    """Counts from now on.  Both methods return at once."""
+
+    def __init__(self, sysfs: Path = _SYSFS) -> None:
+        self._sysfs = sysfs
+        self._first: dict[str, int] | None = None
+        self._counted: Counted | None = None
+        self._thread = threading.Thread(target=self._begin, daemon=True)
+        self._thread.start()
+
+    def read_again(self, number: int) -> None:
+        """Find out what has been counted since; not where the last reading has not come back."""
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._compare, args=(number,), daemon=True)
+            self._thread.start()
+
+    def counted(self) -> Counted | None:
+        """The answer, once."""
+        found, self._counted = self._counted, None
+        return found
+
+    def _begin(self) -> None:
+        self._first = read_counters(self._sysfs)
+
+    def _compare(self, number: int) -> None:
+        lines = differences(self._first or {}, read_counters(self._sysfs))
+        self._counted = Counted(number, lines)
+
+
+def read_counters(sysfs: Path) -> dict[str, int]:
+    """All that can be read, by ``port counter``; virtual interfaces are left out."""
+    found: dict[str, int] = {}
+    for port in sorted((sysfs / "class" / "infiniband").glob("*/ports/*")):
+        name = f"{port.parent.parent.name}/{port.name}"
+        for counter in _INFINIBAND:
+            _add(found, f"{name} {counter}", port / "counters" / counter)
+    for interface in sorted((sysfs / "class" / "net").glob("*")):
+        if not (interface / "device").exists():
+            continue
+        for counter in _ETHERNET:
+            _add(found, f"{interface.name} {counter}", interface / "statistics" / counter)
+        _add(found, f"{interface.name} carrier_changes", interface / "carrier_changes")
+    return found
+
+
+def differences(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, ...]:
+    """What has grown, the most first; a counter that was set back in between is left out."""
+    grown = {name: count - before[name] for name, count in now.items() if name in before}
+    most = sorted((name for name in grown if grown[name] > 0), key=lambda name: -grown[name])
+    return tuple(f"{name} +{grown[name]}" for name in most[:_MOST_LINES])
+
+
+def _add(found: dict[str, int], name: str, path: Path) -> None:
+    try:
+        found[name] = int(path.read_text())
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,93 @@
+"""What keeps a rank's main thread from computing although it could: the kernel's own counters.
+
+``/proc/thread-self/schedstat`` (run time and time in the queue, in nanoseconds; Documentation/
+scheduler/sched-stats.rst) and the control group's ``cpu.stat``.  Two small files, read every some
+seconds by the main thread itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from slurm_forge.slurm.kernel import parse_counters
+
+__all__ = ["Counters", "Starving", "cpu_groups", "read_counters"]
+
+_ROOT = Path("/")
+_V1 = tuple(PurePosixPath("sys/fs/cgroup") / name for name in ("cpu,cpuacct", "cpu"))
+_V2 = (PurePosixPath("sys/fs/cgroup"), PurePosixPath("sys/fs/cgroup/unified"))
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Seconds on a processor and in the queue for one, and how often the group was held back."""
+
+    ran: float | None = None
+    queued: float | None = None
+    throttled: int | None = None
+
+
+class Starving:
+    """``since_last``: the share of the time in which it could have run and did not; throttlings."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        self._group: Path | None = None
+        self._looked = False
+        self._before = Counters()
+
+    def since_last(self) -> tuple[float, int]:
+        """-1 for what nobody says.  Called by the main thread."""
+        if not self._looked:
+            self._looked, self._group = True, _stat_file(self._root)
+        before, now = self._before, read_counters(self._root, self._group)
+        self._before = now
+        starved, throttled = -1.0, -1
+        if None not in (before.ran, before.queued, now.ran, now.queued):
+            ran = (now.ran or 0.0) - (before.ran or 0.0)
+            queued = (now.queued or 0.0) - (before.queued or 0.0)
+            starved = queued / (ran + queued) if ran + queued > 0 and queued >= 0 else 0.0
+        if before.throttled is not None and now.throttled is not None:
+            throttled = max(0, now.throttled - before.throttled)
+        return round(min(1.0, starved), 4), throttled
+
+
+def read_counters(root: Path, group: Path | None) -> Counters:
+    """The counters of the calling thread and of its group; never raises."""
+    ran: float | None = None
+    queued: float | None = None
+    words = _text(root / "proc/thread-self/schedstat").split()
+    if len(words) >= 2 and words[0].isdecimal() and words[1].isdecimal():
+        ran, queued = int(words[0]) / 1e9, int(words[1]) / 1e9
+    throttled = None if group is None else parse_counters(_text(group)).get("nr_throttled")
+    return Counters(ran, queued, throttled)
+
+
+def cpu_groups(cgroup: str) -> tuple[PurePosixPath, ...]:
+    """Folders that may be this process's group, from the text of ``/proc/self/cgroup``."""
+    found: list[PurePosixPath] = []
+    for line in cgroup.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        below = PurePosixPath(path.lstrip("/"))
+        if ".." in below.parts:
+            below = PurePosixPath()
+        if "cpu" in controllers.split(","):
+            found[:0] = [place for root in _V1 for place in (root / below, root)]
+        elif number == "0" and not controllers:
+            found += [place for root in _V2 for place in (root / below, root)]
+    return tuple(dict.fromkeys(found))
+
+
+def _stat_file(root: Path) -> Path | None:
+    groups = cpu_groups(_text(root / "proc/self/cgroup"))
+    files = (root / group / "cpu.stat" for group in groups)
+    return next((each for each in files if "nr_throttled" in _text(each)), None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

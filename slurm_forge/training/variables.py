@@ -1,0 +1,44 @@
+"""The site's and the job file's variables in the environment of this rank, whoever started it.
+
+A supervisor has seen to most of it already; submitit's stock executors, ``slurm-forge run`` and
+scripts of somebody's own have not.  Imports no torch, which reads some of them when it starts.
+"""
+
+from __future__ import annotations
+
+import os
+
+from slurm_forge.control.interfaces import interface_of, interfaces
+from slurm_forge.site.variables import GLOO_INTERFACE, NCCL_INTERFACE, effective
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["take_on", "take_on_plan"]
+
+
+def take_on(file: RunFile) -> None:
+    """Set what the job file says, what the site says and nobody has set, and gloo's interface.
+
+    Gloo takes whole names and fails for one that is not there: it gets the one of this node that
+    NCCL takes, where a site names interfaces at all.
+    """
+    here = process_environ()
+    wanted = {name: value for name, value in file.env.items() if name not in here}
+    wanted.update(file.job.env)
+    if file.socket_interface is not None and GLOO_INTERFACE not in {**here, **wanted}:
+        told = wanted.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))
+        found = interface_of(told or file.socket_interface, interfaces())
+        if found is not None:
+            wanted[GLOO_INTERFACE] = found
+    os.environ.update(wanted)
+
+
+def take_on_plan(file: RunFile, plan: RecoveryPlan) -> None:
+    """Set what the recovery plan adds, but for what the person has set otherwise.
+
+    To be called before process groups are made: that is when variables of the network are read.
+    """
+    wanted = {each.name: each.value for each in plan.variables}
+    found = effective(wanted, file.env, process_environ(), file.job.env)
+    os.environ.update({each.name: each.value for each in found})

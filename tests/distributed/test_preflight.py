@@ -1,0 +1,83 @@
+"""Nodes are looked at before a launch: real ranks, real process groups, nodes by name only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import slurm_forge as forge
+from slurm_forge.journal import read_journal
+from slurm_forge.journal.events import PreflightMeasured
+from slurm_forge.launch import preflight as hub_side
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Incident
+from tests.distributed.launches import Launch, launched, new_run
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+def _train(run: forge.Run) -> None:
+    run.finish()
+
+
+def _measured(run: RunDirectory) -> PreflightMeasured:
+    records, _ = read_journal(run)
+    (found,) = [r.event for r in records if isinstance(r.event, PreflightMeasured)]
+    return found
+
+
+def _incident(launch: Launch) -> Incident:
+    ((_, found),) = launch.attempt.state().attempts[-1].incidents
+    return found
+
+
+def test_good_nodes_try_one_collective_and_train(tmp_path: Path) -> None:
+    run = new_run(tmp_path, preflight={"enabled": True})
+    with launched(run, 4, _train, hosts=NODES) as launch:
+        pass
+    assert [told.outcome.value for told in launch.told] == ["finished"] * 4
+    measured = _measured(run)
+    assert (measured.ok, measured.hosts, measured.rounds, measured.told) == (True, 4, 1, ())
+    assert measured.bytes_per_s
+    left = [path.name for path in run.attempt(1).iterdir() if "preflight" in path.name]
+    assert left == []
+
+
+def test_a_single_process_is_looked_at_alone(tmp_path: Path) -> None:
+    run = new_run(tmp_path, preflight={"enabled": True})
+    with launched(run, 1, _train) as launch:
+        pass
+    assert launch.told[0].outcome.value == "finished"
+    assert _measured(run).rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "told"),
+    [
+        ("bad_node:host=n3", Cause.NODE_FAIL, "cpu computes"),
+        pytest.param(
+            "bad_link:rank0",
+            Cause.NODE_FAIL,
+            "no collective with it works",
+            marks=pytest.mark.slow,  # each round of it waits for its deadline
+        ),
+        ("bad_sum:rank2", Cause.NODE_FAIL, "wrong sum"),
+    ],
+)
+def test_a_bad_node_is_named_before_anything_is_trained(
+    tmp_path: Path, fault: str, cause: Cause, told: str
+) -> None:
+    run = new_run(tmp_path, preflight={"enabled": True}, inject=[fault])
+    bad = {"host=n3": "n3", "rank0": "n1", "rank2": "n3"}[fault.partition(":")[2]]
+    quick = mock.patch.dict(hub_side._ALL_S, gloo=4.0), mock.patch.dict(hub_side._FEW_S, gloo=4.0)
+    with quick[0], quick[1], launched(run, 4, _train, hosts=NODES) as launch:
+        pass
+    incident = _incident(launch)
+    assert (incident.cause, incident.hosts) == (cause, (bad,))
+    assert incident.confidence is Confidence.LIKELY
+    assert told in incident.evidence[0].text
+    assert _measured(run).bad == (bad,)
+    assert not run.is_done()

@@ -1,0 +1,66 @@
+"""``probe``: what it is told of nodes, shown; where it can't look, and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slurm_forge.cli.probe_text import probe_json, probe_text
+from slurm_forge.control.preflight_words import Check, NodeReport, Verdict
+from slurm_forge.journal.events import PreflightMeasured
+from slurm_forge.launch.probing import Looked
+from slurm_forge.recovery.preflight import Refusal, of_reports
+from tests.unit.cli.conftest import Shell
+from tests.unit.cli.test_start import HEAVY, imported
+
+
+def report(rank: int, *checks: Check) -> NodeReport:
+    fine = Check(name="gpu", verdict=Verdict.FINE, text="8 visible")
+    return NodeReport(rank=rank, host=f"n{rank}", checks=(fine, *checks))
+
+
+def looked(*reports: NodeReport, refused: Refusal | None = None) -> Looked:
+    measured = PreflightMeasured(ok=refused is None, hosts=len(reports), seconds=0.2)
+    return Looked(reports=reports, ahead={1: 7.0}, measured=measured, refused=refused, seconds=2.0)
+
+
+def test_a_row_for_each_node_and_the_verdict() -> None:
+    bad = Check(name="gpu computes", verdict=Verdict.BAD, text="gpu 5: 2 wrong sums")
+    reports = (report(0), report(1, bad), report(2))
+    text = probe_text(looked(*reports, refused=of_reports(reports)), ("n1",))
+    assert text.splitlines()[:4] == [
+        "node  gpu   cpu  memory  storage  other  clock",
+        "n0    8 ok  -    -       -        -      ok",
+        "n1    BAD   -    -       -        -      +7.0 s  refused",
+        "n2    8 ok  -    -       -        -      ok",
+    ]
+    assert "n1: gpu computes: gpu 5: 2 wrong sums" in text
+    assert "bad: n1: gpu_error (likely)" in text
+    assert "struck: n1." in text
+
+
+def test_what_could_not_be_looked_at_is_said_so() -> None:
+    nothing = Looked(ahead={}, silent=("n1",), problem="after 300 s 0 of 1 nodes have answered")
+    assert "n1" in probe_text(nothing) and "could not look: after 300 s" in probe_text(nothing)
+    found = json.loads(probe_json(nothing))
+    assert (found["schema"], found["ok"], found["silent"]) == (1, None, ["n1"])
+
+
+def test_outside_of_an_allocation_somebody_has_to_say_where(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    told = shell("probe")
+    assert told.exit_code == 2
+    assert "--job ID, --nodes N or --local N" in told.stderr
+    assert shell("probe", "--job", "1", "--local", "2").exit_code == 2
+    assert shell("probe", "--local", "2", "--strike").exit_code == 2
+    assert shell("probe", "--local", "2", "-p", "gpu").exit_code == 2
+
+
+@pytest.mark.slow
+def test_this_machine_without_torch_in_the_command() -> None:
+    """Two interpreters with torch; the command itself has none."""
+    found = imported("probe", "--local", "2", "--json")
+    assert not found & HEAVY

@@ -1,0 +1,95 @@
+"""In which order the ranks' environment is made, and what is not as the site says."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.site.model import EnvironmentSets
+from slurm_forge.site.variables import (
+    DifferenceKind,
+    differences,
+    effective,
+    reaches_forks,
+    settled,
+)
+from slurm_forge.vocabulary.plan import Variable
+
+NAMES = st.sampled_from(["NCCL_A", "NCCL_B", "NCCL_C", "PATH"])
+VALUES = st.sampled_from(["0", "1", "2"])
+SOME = st.dictionaries(NAMES, VALUES)
+
+
+def test_the_site_then_yours_then_the_job_file() -> None:
+    found = settled(
+        {"A": "site", "B": "site", "C": "site", "D": "site"},
+        {"B": "yours", "C": "yours", "HOME": "/root"},
+        {"C": "job"},
+    )
+    assert found == {"A": "site", "B": "yours", "C": "job", "D": "site", "HOME": "/root"}
+
+
+def test_what_the_script_exported_for_the_site_gives_way_to_the_set_for_after_a_hang() -> None:
+    always, added = {"NCCL_DEBUG": "WARN"}, (Variable("NCCL_DEBUG", "INFO"),)
+    assert settled(always, {"NCCL_DEBUG": "WARN"}, {}, added)["NCCL_DEBUG"] == "INFO"
+    assert settled(always, {}, {}, added)["NCCL_DEBUG"] == "INFO"
+    assert settled(always, {"NCCL_DEBUG": "VERSION"}, {}, added)["NCCL_DEBUG"] == "VERSION"
+    assert settled(always, {"NCCL_DEBUG": "WARN"}, {})["NCCL_DEBUG"] == "WARN"
+
+
+@given(SOME, SOME, SOME, SOME)
+def test_what_a_person_has_set_is_never_changed(
+    always: dict[str, str], own: dict[str, str], job: dict[str, str], on_hang: dict[str, str]
+) -> None:
+    added = effective(on_hang, always, own, job)
+    found = settled(always, own, job, added)
+    assert found.keys() == {*always, *own, *job, *(each.name for each in added)}
+    for name, value in found.items():
+        if name in job:
+            assert value == job[name]
+        elif name in own and own[name] != always.get(name):
+            assert value == own[name]
+    # What is said to be added is what the ranks have.
+    assert all(found[each.name] == each.value for each in added)
+    # Twice is once: a process that has it already is left as it is.
+    assert settled(always, found, job, added) == found
+
+
+@given(SOME, SOME, SOME)
+def test_no_difference_where_everything_was_settled(
+    always: dict[str, str], on_hang: dict[str, str], own: dict[str, str]
+) -> None:
+    sets = EnvironmentSets(always=always, on_hang=on_hang)
+    added = tuple(Variable(*each) for each in on_hang.items())
+    assert not differences(sets, settled(always, {}, {}, ()))
+    assert not differences(sets, settled(always, {}, {}, added), on_hang=True)
+    for each in differences(sets, own):
+        assert each.wanted == always[each.name]
+        assert each.found == own.get(each.name)
+
+
+def test_each_kind_of_difference_is_told() -> None:
+    sets = EnvironmentSets(
+        always={"A": "1", "B": "1", "C": "1"}, on_hang={"C": "2"}, never={"SLOW": "it halves it"}
+    )
+    found = differences(sets, {"B": "7", "C": "1", "SLOW": "1"}, on_hang=True)
+    assert [(each.kind, each.name) for each in found] == [
+        (DifferenceKind.FORBIDDEN, "SLOW"),
+        (DifferenceKind.MISSING, "A"),
+        (DifferenceKind.OTHER, "B"),
+        (DifferenceKind.OTHER, "C"),
+    ]
+    assert list(map(str, found)) == [
+        "SLOW=1 is set, and must not be here: it halves it",
+        "A is not set; the site sets A=1",
+        "B=7; the site sets 1",
+        "C=1; the site sets 2",
+    ]
+    assert not differences(sets, {"A": "1", "B": "1", "C": "1"})
+
+
+def test_only_what_is_read_when_groups_are_made_reaches_a_fork() -> None:
+    assert all(map(reaches_forks, ["NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "FI_PROVIDER"]))
+    assert not any(
+        map(reaches_forks, ["OMP_NUM_THREADS", "LD_PRELOAD", "TORCH_DISTRIBUTED_DEBUG", "X_NCCL_"])
+    )

@@ -1,0 +1,170 @@
+"""What is looked at on a node, on this one; a process that hangs is ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from slurm_forge.control.preflight_words import Check, Thoroughness, Verdict
+from slurm_forge.site.model import EnvironmentSets
+from slurm_forge.training import node_checks, preflight_child
+from slurm_forge.training.gpu_facts import GpuFacts, GpuProcess, parse_gpus, parse_processes
+from slurm_forge.training.node_checks import Wanted, look, meminfo
+from slurm_forge.training.preflight_child import Looker, TrialAsked
+
+
+def wanted(folder: Path | None = None, **more: object) -> Wanted:
+    return replace(Wanted(thoroughness=Thoroughness.FULL, folder=folder), **more)  # type: ignore[arg-type]
+
+
+def found(checks: tuple[Check, ...]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_this_node_is_fine_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    checks = found(look(wanted(tmp_path), {}, may_use_gpu=True))
+    assert {"cpu computes", "memory", "storage", "lock", "gpu", "environment"} <= set(checks)
+    assert not [check for check in checks.values() if check.verdict is Verdict.BAD]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_storage_that_can_not_be_written_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    checks = found(look(wanted(tmp_path / "file"), {}, may_use_gpu=False))
+    assert checks["storage"].verdict is Verdict.BAD
+
+
+def test_a_full_storage_is_bad_and_a_nearly_full_one_is_told(tmp_path: Path) -> None:
+    real = os.statvfs(tmp_path)
+    for blocks, expected in ((1, Verdict.BAD), (512 << 20, Verdict.ODD)):
+        room = mock.Mock(f_bavail=blocks // 1, f_frsize=1, f_files=real.f_files, f_favail=9)
+        with mock.patch.object(node_checks.os, "statvfs", return_value=room):
+            assert (
+                found(look(wanted(tmp_path), {}, may_use_gpu=False))["storage"].verdict is expected
+            )
+
+
+def test_a_wrong_product_is_seen(tmp_path: Path) -> None:
+    real = torch.matmul
+
+    def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = real(a, b)
+        product[3, 5] += 1
+        return product
+
+    with mock.patch.object(torch, "matmul", wrong):
+        checks = found(look(wanted(), {}, may_use_gpu=False))
+    assert checks["cpu computes"].verdict is Verdict.BAD
+
+
+def test_gpus_that_were_asked_for_and_are_not_there_are_bad() -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        checks = found(look(wanted(gpus=2), {}, may_use_gpu=True))
+    assert (checks["gpu"].verdict, checks["gpu"].text) == (Verdict.BAD, "0 visible, 2 asked for")
+
+
+def test_variables_are_compared_with_the_site() -> None:
+    sets = EnvironmentSets(
+        always={"NCCL_A": "1", "NCCL_B": "2"},
+        on_hang={"NCCL_DEBUG": "INFO"},
+        never={"NCCL_C": "the fabric has none"},
+    )
+    there = {"NCCL_A": "a person's own", "NCCL_C": "x"}
+    checks = found(look(wanted(sets=sets), there, may_use_gpu=False))
+    assert checks["environment"].verdict is Verdict.ODD
+    assert checks["environment"].text == (
+        "NCCL_C=x is set, and must not be here: the fabric has none; "
+        "NCCL_B is not set; the site sets NCCL_B=2"
+    )
+    checks = found(look(wanted(sets=sets, on_hang=True), there, may_use_gpu=False))
+    assert "NCCL_DEBUG is not set" in checks["environment"].text
+
+
+def test_too_little_memory_is_told() -> None:
+    checks = found(look(wanted(memory=1 << 50), {}, may_use_gpu=False))
+    assert checks["memory"].verdict is Verdict.ODD
+    assert meminfo("MemTotal: 3 kB\nMemAvailable:   2048 kB\n") == 2048 * 1024
+    assert meminfo("nothing") is None
+
+
+def test_what_nvidia_smi_says() -> None:
+    assert parse_gpus("0, 0, No\n1, 3, Yes\n2, [N/A], [N/A]\nError: no\n") == (
+        GpuFacts(index=0),
+        GpuFacts(index=1, uncorrected=3, pending=True),
+        GpuFacts(index=2),
+    )
+    assert parse_processes("412, /usr/bin/python3, 70123\n\nx, y\n7, a, [N/A]\n") == (
+        GpuProcess(pid=412, name="python3", mib=70123),
+        GpuProcess(pid=7, name="a", mib=0),
+    )
+
+
+def test_a_check_that_hangs_is_bad_and_its_processes_are_gone(tmp_path: Path) -> None:
+    looker = Looker(wanted(tmp_path), {}, may_use_gpu=False)
+    pids: list[int] = []
+    real = Looker.begin
+
+    def begin(self: Looker) -> None:
+        real(self)
+        pids.append(self._pid)
+
+    with (
+        mock.patch.object(Looker, "begin", begin),
+        mock.patch.object(preflight_child, "look", lambda *_, **__: time.sleep(600)),
+    ):
+        looker.begin()
+        (check,) = looker.checks(0.1)
+    assert (check.name, check.verdict) == ("answer", Verdict.BAD)
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_the_check_that_hangs_is_named() -> None:
+    looker = Looker(wanted(), {}, may_use_gpu=False)
+
+    def begin() -> None:
+        _, looker._asks = os.pipe()
+        looker._answers, writer = os.pipe()
+        os.write(writer, b'{"begun": "gpu"}\n{"begun": "storage"}\n')
+
+    with mock.patch.object(looker, "begin", begin):
+        begin()
+        (check,) = looker.checks(0.05)
+    assert check.text == "no answer within 0 s, in storage; twice"
+
+
+def test_a_child_that_hangs_by_bad_luck_is_replaced(tmp_path: Path) -> None:
+    looker = Looker(wanted(tmp_path), {}, may_use_gpu=False)
+    limits = iter((0.05, 60.0))
+    real = Looker._look
+    with mock.patch.object(preflight_child, "look", lambda *_, **__: time.sleep(600)):
+        looker.begin()
+    with mock.patch.object(Looker, "_look", lambda self, _: real(self, next(limits))):
+        checks = looker.checks(1.0)
+    looker.end()
+    assert {"cpu computes", "storage"} <= {check.name for check in checks}
+
+
+def test_a_collective_that_hangs_fails_and_another_can_be_tried() -> None:
+    looker = Looker(wanted(broken="silent"), {}, may_use_gpu=False)
+    ports: list[int] = []
+    asked = TrialAsked(nonce="x", rank=0, size=1, backend="gloo", within_s=0.2)
+    try:
+        trial = looker.trial(asked, ports.append)
+        assert not trial.ok
+        assert "no answer" in trial.text
+        looker._wanted = wanted()
+        ports.clear()
+        trial = looker.trial(replace(asked, within_s=60.0), ports.append)
+        assert trial.ok, trial.text
+    finally:
+        looker.end()
+    assert len(ports) == 1
