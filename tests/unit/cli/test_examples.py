@@ -15,7 +15,7 @@ SEVERAL = {
     "init", "submit", "render", "run", "exec", "status", "explain", "watch", "requeue",
     "reconcile", "stop", "save", "export", "checkpoints list", "checkpoints verify",
     "checkpoints promote", "checkpoints suspect", "checkpoints prune", "nodes list",
-    "nodes release", "nodes strike", "policy test",
+    "nodes release", "nodes strike", "policy test", "probe", "sites list", "sites show",
 }  # fmt: skip
 ROOT = typer.main.get_command(app)
 
