@@ -34,14 +34,19 @@ def faults(draw: st.DrawFn) -> Fault:
             given["host"] = draw(st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True))
         return Fault(**given, always=draw(st.booleans()))
     if kind is FaultKind.CORRUPT:
-        given["target"] = draw(st.sampled_from(Target))
+        given["target"] = draw(st.sampled_from([t for t in Target if t is not Target.NODE]))
         given["value"] = draw(st.sampled_from(["nan", "inf", "-inf", "1e+30", "-2.5"]))
     if kind is FaultKind.SPIKE:
         finite = st.floats(-1e30, 1e30, allow_subnormal=False)
         given["factor"] = draw(st.none() | finite)
     if kind in (FaultKind.SLOW, FaultKind.HANG):
         given["seconds"] = draw(st.none() | st.floats(0, 1e6, allow_subnormal=False))
-    state = given.get("target") not in (None, Target.LOSS, Target.GRAD)
+    if kind is FaultKind.SLOW and given["seconds"] is None:
+        given["factor"] = draw(st.none() | st.floats(1.5, 100))
+        if given["factor"] is not None:
+            given["target"] = draw(st.sampled_from([None, Target.NODE]))
+    drags = kind is FaultKind.SLOW and given.get("factor") is not None
+    state = drags or given.get("target") not in (None, Target.LOSS, Target.GRAD)
     if draw(st.booleans()) or state:
         given["step"], given["times"] = draw(COUNT), draw(st.integers(1, 10**5))
         given["always"] = draw(st.booleans())
