@@ -31,11 +31,21 @@ def keys_of_model(model: type[BaseModel], title: str) -> list[str]:
     for name, definition in definitions.items():
         if "enum" in definition:
             links[name] = ", ".join(code(str(each)) for each in definition["enum"])
+        elif "anyOf" in definition:  # a short form beside the model
+            short = [each for each in definition["anyOf"] if "properties" not in each]
+            links[name] = f"{type_words({'anyOf': short}, links)} or {links[name]}"
     lines = [f"## {title}", "", *_section(model, schema, links)]
     for kind, place in places.items():
         lines += ["", f'<a id="{_anchor(place)}"></a>', "", f"## `{_heading(place)}`", ""]
-        lines += _section(kind, definitions[kind.__name__], links)
+        lines += _section(kind, _of_the_model(definitions[kind.__name__]), links)
     return lines
+
+
+def _of_the_model(definition: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a definition that says the keys, where there is a short form beside it."""
+    alternatives = definition.get("anyOf", (definition,))
+    found: Mapping[str, Any] = next(each for each in alternatives if "properties" in each)
+    return found
 
 
 def _section(

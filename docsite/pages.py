@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,13 +156,15 @@ def _map(docs: Path) -> list[str]:
     made = {f"reference/{name}.md" for name in _REFERENCE}
     lines = []
     for folder in [*_FOLDERS, *sorted(known - set(_FOLDERS))]:
-        # Of measurements the titles say enough.
-        said = folder != "results"
         below = [file for file in found if str(file.parent).lstrip(".") == folder]
-        rows = [_row(docs, file, said=said) for file in below if file != Path("index.md")]
+        below = [file for file in below if file != Path("index.md")]
+        begins = Counter(first_paragraph(docs / file) for file in below)
+        # Of measurements the titles say enough, and of pages that all begin alike.
+        said = {words for words, count in begins.items() if count == 1 and folder != "results"}
+        rows = [_row(docs, file, said) for file in below]
         if folder == "reference":
             rows = [_REFERENCE_ROW.format(name, _REFERENCE[name]) for name in _REFERENCE]
-            rows += [_row(docs, file) for file in below if file.as_posix() not in made]
+            rows += [_row(docs, file, said) for file in below if file.as_posix() not in made]
         if rows:
             lines += [f"## {_FOLDERS.get(folder, folder)}", "", *rows, ""]
     return lines[:-1]
@@ -178,9 +181,10 @@ _REFERENCE = {
 _REFERENCE_ROW = "* [{1}](reference/{0}.md)"
 
 
-def _row(docs: Path, file: Path, *, said: bool = True) -> str:
-    words = first_paragraph(docs / file) if said else ""
-    return f"* [{title_of(docs / file)}]({file.as_posix()})" + (f": {words}" if words else "")
+def _row(docs: Path, file: Path, said: Collection[str]) -> str:
+    words = first_paragraph(docs / file)
+    told = f": {words}" if words and words in said else ""
+    return f"* [{title_of(docs / file)}]({file.as_posix()}){told}"
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from docsite import events as docsite_events
 from docsite.causes import page_of
@@ -77,6 +77,29 @@ def test_a_new_key_appears_by_itself() -> None:
     assert "| `width` | whole number, 1 or more | `3` | How &#124; wide. |" in text
     assert "| `many` | mapping of names to [inner](#inner) | - | - |" in text
     assert "| `plain` | true or false | `false` | Said above. |" in text
+
+
+def _with_short_form(made: dict[str, Any]) -> None:
+    model = dict(made)
+    made.clear()
+    made["anyOf"] = [{"type": "string"}, model]
+
+
+def test_a_short_form_beside_a_model_is_told() -> None:
+    class Rule(Section):
+        """A rule."""
+
+        model_config = ConfigDict(json_schema_extra=_with_short_form)
+        option: str = Field(description="Which.")
+
+    class Rules(Section):
+        """Some."""
+
+        rules: tuple[Rule, ...] = ()
+
+    text = "\n".join(keys_of_model(Rules, "Top"))
+    assert "| `rules` | list of text or [rules[]](#rules) | - | - |" in text
+    assert "| `option` | text | required | Which. |" in text
 
 
 def test_a_new_kind_of_event_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
