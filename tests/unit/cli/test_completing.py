@@ -56,11 +56,9 @@ def folder(tmp_path: Path) -> Path:
     ("line", "expected"),
     [
         ("slurm-forge status tiny", ["tiny-gpt", "tiny-vit"]),
-        ("slurm-forge explain ", ["other", "tiny-gpt", "tiny-vit"]),
-        ("slurm-forge checkpoints list o", ["other"]),
+        ("slurm-forge checkpoints list ", ["other", "tiny-gpt", "tiny-vit"]),
         ("slurm-forge submit train.yaml --site gen", ["generic"]),
         ("slurm-forge policy test train.yaml --cause pre", ["preempted"]),
-        ("slurm-forge rec", ["reconcile"]),
     ],
 )
 def test_what_is_offered(folder: Path, line: str, expected: list[str]) -> None:
