@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import site_names
 from slurm_forge.cli.rehearsing import Inject
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 SiteName = Annotated[
     str | None,
     typer.Option(
-        "--site", metavar="NAME|FILE", help="Site (SLURM_FORGE_SITE, else what Slurm is called)."
+        "--site",
+        metavar="NAME|FILE",
+        help="Site (SLURM_FORGE_SITE, else what Slurm is called).",
+        autocompletion=site_names,
     ),
 ]
 Runs = Annotated[
@@ -64,7 +68,11 @@ def submit(
 ) -> None:
     """Check a job, make its run, hand it to Slurm.
 
-    Example:  slurm-forge submit train.yaml --site mycluster
+    \b
+    Examples:
+      slurm-forge submit train.yaml
+      slurm-forge submit train.yaml --site generic
+      slurm-forge submit train.yaml --inject term@100:rank0
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.errors import ForgeError, SlurmUnreachableError
@@ -164,7 +172,10 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     The script starts the run, so the run's folder is made, as submit does; rendering again
     renews it as long as the run has never been started.
 
-    Example:  slurm-forge render train.yaml | sbatch
+    \b
+    Examples:
+      slurm-forge render train.yaml
+      slurm-forge render train.yaml | sbatch
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.cli.places import runs_folder
