@@ -69,6 +69,8 @@ def probe(
 
     try:
         limit = parse_duration(within)
+        if not limit:
+            raise ValueError("must be longer than 0")
     except ValueError as error:
         raise ConfigError(f"--within: {error}", next_step="For example: --within 60s.") from None
     if strike and local is not None:

@@ -44,6 +44,13 @@ def probe_text(looked: Looked, struck: tuple[str, ...] = ()) -> str:
     return "\n".join([*table, *lines, *_verdict(looked, struck)]) + "\n"
 
 
+#: What a look rests on, where nobody has answered.
+_NEEDED = (
+    "  On a cluster, does sinfo answer here? The nodes must be able to connect to this machine, "
+    "see --folder, and have this Python, with torch."
+)
+
+
 def _cells(report: NodeReport) -> list[str]:
     cells = []
     for column in _COLUMNS:
@@ -62,7 +69,7 @@ def _gpus(checks: tuple[Check, ...]) -> str:
 def _verdict(looked: Looked, struck: tuple[str, ...]) -> list[str]:
     measured, found = looked.measured, looked.isolated
     if measured is None:
-        return [f"could not look: {t.clean(looked.problem, 1000)}"]
+        return [f"could not look: {t.clean(looked.problem, 1000)}", _NEEDED]
     lines = []
     if measured.bytes_per_s:
         speed = f"{measured.bytes_per_s / 1e9:.2f} GB/s"

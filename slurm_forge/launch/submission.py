@@ -133,7 +133,9 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 
 _SHOWN_DIFFERENCES = 10
 #: What of a job may be another at a later start: nothing that is computed follows from it.
-_MAY_CHANGE = ("checkpoint", "environment", "recovery", "probe", "watchdog", "lead", "inject")
+_MAY_CHANGE = (
+    "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
+)  # fmt: skip
 #: And of its resources: not how many ranks there are, nor what each of them has.
 _RESOURCES = (
     "mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist",

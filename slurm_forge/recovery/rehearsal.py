@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
@@ -25,8 +25,8 @@ __all__ = ["Act", "Assumed", "Further", "Rehearsal", "rehearse"]
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: All ranks stop and save before these end the attempt: the next one is further on.
 _WITH_SAVE = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
-#: The launch goes on with them, until something is decided.
-_GOES_ON = INSTABILITY | {Cause.STRAGGLER}
+#: Found while the launch lives: where the ladder warns it goes on.
+_SEEN_ALIVE = frozenset({Cause.HANG, Cause.STRAGGLER})
 _NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM, Action.RAISE_TIME, Action.FEWER_NODES})
 #: How many more incidents are tried to see where it ends; a ladder that goes on then has no end.
 _FAR = 200
@@ -135,20 +135,11 @@ class _Stage:
         self._train(incident.onset or self._at)
         if cause in _WITH_SAVE:
             self._save(self._at)
+        decision = self._warned(incident) if cause in _SEEN_ALIVE else None
+        if decision is None and cause is Cause.STRAGGLER:
+            self._save(self._at)
         self._tell(ev.IncidentSeen(incident=incident))
-        decision = decide(
-            job.recovery,
-            self._state,
-            incident,
-            batch_coupled=job.batch_coupled,
-            mem=job.resources.mem,
-            time=job.resources.time,
-            nodes=job.resources.nodes,
-            room=self._room(incident),
-            on_hang=self._assumed.on_hang,
-            now=self._now,
-            in_process=cause in _GOES_ON,
-        )
+        decision = decision or self._decided(incident, in_process=cause in INSTABILITY)
         self._tell(ev.DecisionTaken(decision=decision))
         act = Act(
             number=self._struck,
@@ -159,6 +150,31 @@ class _Stage:
         )
         self._carry_out(act)
         return act
+
+    def _warned(self, incident: Incident) -> Decision | None:
+        """The warning that the launch goes on with; None where it ends."""
+        decision = self._decided(incident, in_process=True)
+        slow = incident.cause is Cause.STRAGGLER
+        if slow and decision.action is Action.HOLD and decision.rung is None:
+            why = f"{incident.cause.value}: the ladder is used up, and the run goes on, slowly"
+            return replace(decision, action=Action.WARN, reason=why)
+        return decision if decision.action is Action.WARN else None
+
+    def _decided(self, incident: Incident, *, in_process: bool) -> Decision:
+        job = self._job
+        return decide(
+            job.recovery,
+            self._state,
+            incident,
+            batch_coupled=job.batch_coupled,
+            mem=job.resources.mem,
+            time=job.resources.time,
+            nodes=job.resources.nodes,
+            room=self._room(incident),
+            on_hang=self._assumed.on_hang,
+            now=self._now,
+            in_process=in_process,
+        )
 
     def _room(self, incident: Incident) -> Room | None:
         """What is left of the allocation: each node that was lost has a name of its own."""

@@ -133,7 +133,8 @@ class AttemptTeller:
             took = "" if slowest is None else f", the slowest in {t.span(slowest)}"
             speed = launch.bandwidth
             fast = "" if speed is None else f", {speed / 1e9:.2g} GB/s over all ranks"
-            yield f"  {t.plural(launch.probes, 'probe')} fine{took}{fast}"
+            # Not each is written down: those behind the last of them are missing.
+            yield f"  at least {t.plural(launch.probes, 'probe')} fine{took}{fast}"
         if launch.probe_off:
             why = t.clean(launch.probe_off, self._limit)
             yield f"  the probe broke and training went on without it: {why}"

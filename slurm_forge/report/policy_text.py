@@ -118,7 +118,7 @@ def _lines(job: JobSpec, found: Rehearsal) -> Iterator[str]:
     yield f"{job.name}: {found.cause.value} at step {t.number(found.at)}{times}"
     yield f"assumed: {_assumed(job, found)}"
     if ladder:
-        yield f"ladder:  {_ladder(ladder)}"
+        yield f"ladder:  {_ladder(ladder, found.cause)}"
     for act in found.acts:
         yield ""
         yield from _act(act, ladder)
@@ -143,11 +143,11 @@ def _assumed(job: JobSpec, found: Rehearsal) -> str:
     return "; ".join(parts)
 
 
-def _ladder(ladder: Ladder) -> str:
+def _ladder(ladder: Ladder, cause: Cause) -> str:
     rungs = [_rung(rung) for rung in ladder]
     last = ladder[-1]
     if last.do not in _FINAL and last.times is not None:
-        rungs.append("hold")
+        rungs.append("go on" if cause is Cause.STRAGGLER else "hold")
     return " -> ".join(rungs)
 
 

@@ -263,7 +263,9 @@ class Site(Facts):
     notes: tuple[Line, ...] = ()
 
     @model_validator(mode="after")
-    def _interface_is_not_forbidden(self) -> Site:
+    def _interface_can_be_one(self) -> Site:
+        if self.socket_interface is not None and " " in self.socket_interface.strip():
+            raise wrong_key("socket_interface", 'names are parted by commas: "hsn,ib"')
         told = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & self.env.never.keys()
         if self.socket_interface is not None and told:
             raise wrong_key("socket_interface", f"env.never says that {min(told)} must not be set")

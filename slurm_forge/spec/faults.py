@@ -308,7 +308,9 @@ def _check(fault: Fault) -> None:
         )
     if fault.target is Target.NODE:
         if not fault.drags:
-            raise ValueError("node is for slow, such as slow@5x400:rank1:factor=2:node")
+            raise ValueError(
+                "node goes with slow and a factor, such as slow@5x400:rank1:factor=2:node"
+            )
     elif not corrupts and (fault.target is not None or fault.value is not None):
         said = fault.value if fault.target is None else fault.target.value
         raise ValueError(f"{said} is for corrupt, such as corrupt@40:weight:nan")

@@ -195,8 +195,8 @@ class ProbeSpec(Section):
     def _silence_is_longer_than_a_heartbeat(self) -> ProbeSpec:
         if self.silence < _LEAST_SILENCE:
             raise ValueError(
-                f"silence ({format_duration(self.silence)}) is 4s or more: heartbeats come every "
-                "second, and ranks of a suspended job fall silent one after the other"
+                f"silence ({format_duration(self.silence)}) must be 4s or more: heartbeats come "
+                "every second, and ranks of a suspended job fall silent one after the other"
             )
         return self
 

@@ -162,7 +162,7 @@ def _gpus_compute(wanted: Wanted) -> Check:
         for dtype in (torch.float32, torch.bfloat16):
             wrong = _wrong_products(device, dtype, _SIDE_GPU, _TIMES_GPU)
             if wrong or wanted.broken == "computes":
-                return _bad(f"gpu {index}: {wrong or 1} wrong sums of a product in {dtype}")
+                return _bad(f"gpu {index}: {_sums(wrong)} of a product in {dtype}")
     return _fine()
 
 
@@ -191,10 +191,14 @@ def _nvidia_smi(query: str) -> str:
 # -- the processor, the memory -------------------------------------------------------------------
 
 
+def _sums(wrong: int) -> str:
+    return f"{wrong} wrong sums" if wrong > 1 else "a wrong sum"
+
+
 def _cpu_computes(wanted: Wanted) -> Check:
     wrong = _wrong_products(torch.device("cpu"), torch.float32, _SIDE_CPU, 1)
     if wrong or wanted.broken == "computes":
-        return _bad(f"{wrong or 1} wrong sums of a product")
+        return _bad(f"{_sums(wrong)} of a product")
     return _fine()
 
 

@@ -216,6 +216,7 @@ def test_finished_run_requeued_by_an_administrator_does_nothing(
     assert watched.digest() == before
 
 
+@pytest.mark.slow
 def test_nan_on_one_rank_of_four(slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict) -> None:
     """A gradient goes bad once, then three batches are poisoned: cured without a restart."""
     _, samples = uninterrupted["ddp"]
@@ -255,6 +256,7 @@ def test_nan_on_one_rank_of_four(slurm: SlurmCluster, tmp_path: Path, uninterrup
     }
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_backward_of_one_rank(
     slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
 ) -> None:
@@ -276,6 +278,7 @@ def test_out_of_memory_in_backward_of_one_rank(
     assert consumed(watched.run.path) == samples, "global batch or sample order changed"
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_by_the_probe(slurm: SlurmCluster, tmp_path: Path) -> None:
     watched = submit(
         slurm,

@@ -43,6 +43,7 @@ def test_a_row_for_each_node_and_the_verdict() -> None:
 def test_what_could_not_be_looked_at_is_said_so() -> None:
     nothing = Looked(ahead={}, silent=("n1",), problem="after 300 s 0 of 1 nodes have answered")
     assert "n1" in probe_text(nothing) and "could not look: after 300 s" in probe_text(nothing)
+    assert probe_text(nothing).rstrip().endswith("have this Python, with torch.")
     found = json.loads(probe_json(nothing))
     assert (found["schema"], found["ok"], found["silent"]) == (1, None, ["n1"])
 
@@ -57,6 +58,8 @@ def test_outside_of_an_allocation_somebody_has_to_say_where(
     assert shell("probe", "--job", "1", "--local", "2").exit_code == 2
     assert shell("probe", "--local", "2", "--strike").exit_code == 2
     assert shell("probe", "--local", "2", "-p", "gpu").exit_code == 2
+    told = shell("probe", "--local", "2", "--within", "0s")
+    assert (told.exit_code, told.stderr.splitlines()[0]) == (2, "--within: must be longer than 0")
 
 
 @pytest.mark.slow

@@ -69,6 +69,16 @@ def test_how_a_run_is_kept_alive_may_change(tmp_path: Path) -> None:
     assert "checkpoint.keep_last" in asked.verb
 
 
+@pytest.mark.parametrize(
+    "more",
+    ["preflight: {enabled: false}", "probe: {every: 30s}", "watchdog: {at_least: 1m}", "lead: 3m"],
+)
+def test_so_may_what_looks_after_it(tmp_path: Path, more: str) -> None:
+    run, file = begun(tmp_path)
+    renew_run(run, file, from_yaml(f"{JOB}{more}\n"), Path("x.yaml"))
+    assert read_run_file(run.spec_file).job == from_yaml(f"{JOB}{more}\n")
+
+
 def test_what_is_computed_may_not_change_along_with_it(tmp_path: Path) -> None:
     run, file = begun(tmp_path)
     other = JOB.replace("400", "800") + "checkpoint: {keep_last: 9}\n"

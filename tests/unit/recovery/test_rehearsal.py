@@ -130,3 +130,17 @@ def test_what_comes_without_limit_is_not_stopped_for_coming_often() -> None:
     found = rehearse(JOB, Cause.PREEMPTED, at=100, repeat=100, assumed=Assumed())
     assert found.end is None
     assert [(each.action, each.times) for each in found.then] == [(Action.REQUEUE, 200)]
+
+
+def test_a_slow_node_is_what_a_run_goes_on_with() -> None:
+    """As in a launch: a line for people, never a hold, unless the job file says that."""
+    assert steps_of("", Cause.STRAGGLER, repeat=3) == ["warn"] * 3
+    ladder = "recovery: {straggler: [{do: requeue, times: 1, exclude_node: true}]}\n"
+    assert steps_of(ladder, Cause.STRAGGLER, repeat=3) == ["requeue", "warn", "warn"]
+    hold = "recovery: {straggler: [{do: hold}]}\n"
+    assert steps_of(hold, Cause.STRAGGLER) == ["hold"]
+
+
+def test_a_hang_that_is_warned_of_goes_on() -> None:
+    ladder = "recovery: {hang: [{do: warn, times: 1}, {do: relaunch, times: 1}, {do: hold}]}\n"
+    assert steps_of(ladder, Cause.HANG, repeat=3) == ["warn", "relaunch", "hold"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
-from slurm_forge.recovery.rehearsal import Act, Assumed, Rehearsal
+from slurm_forge.recovery.rehearsal import Act, Assumed, Rehearsal, rehearse
 from slurm_forge.report.encoding import to_json
 from slurm_forge.report.policy_text import policy_test, policy_text
-from slurm_forge.spec import JobSpec
+from slurm_forge.spec import JobSpec, from_yaml
 from slurm_forge.spec.recovery import Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Decision
@@ -61,3 +61,12 @@ def test_waiting_is_told_with_the_rung_and_with_the_decision() -> None:
 def test_waiting_for_programs() -> None:
     body = json.loads(to_json(policy_test(JOB, FOUND)))
     assert [each["wait_s"] for each in body["incidents"]] == [0.0, 240]
+
+
+def test_the_ladder_of_a_slow_node_does_not_end_in_a_hold() -> None:
+    job = from_yaml("name: x\nentry: a:f\nrecovery: {straggler: [{do: requeue, times: 1}]}\n")
+    found = rehearse(job, Cause.STRAGGLER, at=1000, repeat=2, assumed=Assumed())
+    text = policy_text(job, found)
+    assert "ladder:  requeue (once) -> go on\n" in text
+    assert "the run goes on, slowly" in text
+    assert "hold" not in text

@@ -114,6 +114,7 @@ def test_a_site_survives_being_written_and_read() -> None:
         ("env: {never: [A]}", "keys and values"),
         ("env: {always: {A: x}, never: {A: slow}}", "env.always.A: env.never says"),
         ("env: {on_hang: {A: x}, never: {A: slow}}", "env.on_hang.A: env.never says"),
+        ("socket_interface: hsn ib", 'socket_interface: names are parted by commas: "hsn,ib"'),
         (
             "socket_interface: hsn\nenv: {never: {GLOO_SOCKET_IFNAME: slow}}",
             "socket_interface: env.never says",

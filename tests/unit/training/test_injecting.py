@@ -278,9 +278,9 @@ def test_what_a_slow_fault_may_say(tmp_path: Path) -> None:
     assert parse_faults(str(node)) == (node,)
     assert work.target is None
     for wrong, why in (
-        ("slow@5:node", "node is for slow, such as slow@5x400:rank1:factor=2:node"),
-        ("hang@5:node", "node is for slow"),
-        ("corrupt@5:node:nan", "node is for slow"),
+        ("slow@5:node", "node goes with slow and a factor, such as slow@5x400:rank1:factor=2:node"),
+        ("hang@5:node", "node goes with slow and a factor"),
+        ("corrupt@5:node:nan", "node goes with slow and a factor"),
         ("slow@5:factor=0.5", "1 or more"),
         ("slow@5:factor=2:seconds=3", "no seconds"),
         ("slow:samples=3-7:factor=2", "and a step"),
