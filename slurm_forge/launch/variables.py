@@ -92,7 +92,7 @@ def warnings(job: JobSpec, site: Site, own: Mapping[str, str]) -> tuple[str, ...
         if each.kind is DifferenceKind.FORBIDDEN:
             where = "the job file sets" if each.name in job.env else "your environment has"
             told.append(
-                f"{site.name}: {where} {each.name}={each.found}, which must not be set here: "
+                f"{site.name}: {where} {each.name}={each.shown}, which must not be set here: "
                 f"{each.why}"
             )
     return tuple(told)
