@@ -9,6 +9,7 @@ from slurm_forge.control.interfaces import interface_of
 from slurm_forge.site.model import Site
 from slurm_forge.site.variables import (
     GLOO_INTERFACE,
+    NCCL_INTERFACE,
     Difference,
     DifferenceKind,
     differences,
@@ -22,6 +23,7 @@ from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 
 __all__ = [
+    "as_submitted",
     "effective_on_hang",
     "for_command",
     "for_launch",
@@ -71,6 +73,31 @@ def for_command(
         name = interface_of(file.socket_interface, interfaces)
         if name is not None and name in file.socket_interface.lstrip("=").split(","):
             found[GLOO_INTERFACE] = name
+    return found
+
+
+def as_submitted(
+    file: RunFile,
+    here: Mapping[str, str],
+    plan: RecoveryPlan,
+    *,
+    interfaces: tuple[str, ...],
+) -> dict[str, str]:
+    """The environment of a rank (``here``) without what was added for its launch and its node.
+
+    sbatch hands on what it is called with: in a successor that would count as the person's own,
+    and stay for good.
+    """
+    found = dict(here)
+    for each in plan.variables:
+        if found.get(each.name) == each.value and each.name not in file.job.env:
+            del found[each.name]
+            if each.name in file.env:
+                found[each.name] = file.env[each.name]
+    if file.socket_interface is not None and GLOO_INTERFACE not in file.job.env:
+        told = found.get(NCCL_INTERFACE) or file.socket_interface
+        if found.get(GLOO_INTERFACE, "") == interface_of(told, interfaces):
+            del found[GLOO_INTERFACE]
     return found
 
 
