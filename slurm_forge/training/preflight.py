@@ -41,7 +41,8 @@ from slurm_forge.training.preflight_child import Looker, TrialAsked
 
 __all__ = ["Preflight", "wanted_of_run"]
 
-_MEET_WITHIN = timedelta(minutes=10)
+#: Longer than the hub waits for ranks that never join: it can name them, and we can't.
+_MEET_WITHIN = timedelta(minutes=20)
 #: A collective is given this long at least, however late the first of its ranks was.
 _LEAST_S = 0.5
 _TIMES_WITHIN = 6

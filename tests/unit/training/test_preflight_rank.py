@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import HashStore
 
 from slurm_forge.control import protocol as p
 from slurm_forge.control.preflight_words import Groups, Thoroughness
+from slurm_forge.launch import ending
+from slurm_forge.launch import preflight as hub_side
 from slurm_forge.training import group_trial, preflight
 from slurm_forge.training.group_trial import Trial, connect_store, try_together
 from slurm_forge.training.node_checks import Wanted
@@ -127,3 +129,18 @@ def test_the_sum_of_8190_ranks_is_right() -> None:
             keep=lambda _: None,
         )
     assert trial.ok, trial.text
+
+
+@pytest.mark.parametrize("within_s", [1.0, 60.0, 3600.0])
+def test_ranks_wait_until_the_hub_has_named_who_does_not_come(within_s: float) -> None:
+    place = RankPlace(rank=0, local_rank=0, world_size=2, job="1", restart_count=0)
+    mine = Preflight(
+        Channel(),  # type: ignore[arg-type]
+        place,
+        Wanted(thoroughness=Thoroughness.FULL),
+        nonce="x",
+        environ={},
+        within=timedelta(seconds=within_s),
+    )
+    hub_waits_s = max(hub_side._PATIENCE * within_s, hub_side._IMPORTS_S, ending._JOIN_S)
+    assert mine._meet_s > hub_waits_s + hub_side._SILENT_S
