@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -73,6 +74,10 @@ def probe(
             raise ValueError("must be longer than 0")
     except ValueError as error:
         raise ConfigError(f"--within: {error}", next_step="For example: --within 60s.") from None
+    if limit <= timedelta(0):
+        raise ConfigError(
+            "--within must be longer than that", next_step="For example: --within 60s."
+        )
     if strike and local is not None:
         raise ConfigError("--strike is for nodes of a cluster", next_step="Leave it out here.")
     payload = node_words((folder or Path.cwd()).absolute(), limit)
@@ -83,7 +88,7 @@ def probe(
         place,
         within=limit,
         start_within=timedelta(seconds=_START_S) + limit,
-        environ=dict(os.environ),
+        environ=_environment(os.environ, of_its_own=nodes is not None),
     )
     struck = _strike(looked) if strike else ()
     typer.echo(probe_json(looked, struck) if json else probe_text(looked, struck), nl=json)
@@ -92,6 +97,16 @@ def probe(
     bad = looked.refused is not None or bool(looked.measured.told and _any_bad(looked))
     if bad:
         raise typer.Exit(_BAD)
+
+
+def _environment(environ: Mapping[str, str], *, of_its_own: bool) -> dict[str, str]:
+    """For srun, which makes a step of an allocation that it knows of, and no job ``of_its_own``."""
+    kept = ("SLURM_CONF",)
+    return {
+        name: value
+        for name, value in environ.items()
+        if not of_its_own or not name.startswith("SLURM_") or name in kept
+    }
 
 
 def _any_bad(looked: Looked) -> bool:

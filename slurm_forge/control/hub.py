@@ -272,11 +272,19 @@ class Hub(Listener[_Peer]):
                 pass
             case p.At():
                 self._answered(peer.rank, message, now)
-            case p.Publish():
+            case p.Publish(to=()):
                 self._published[message.key] = message.value
                 self._broadcast(message)
+            case p.Publish():
+                self._pass_on(message)
             case _:
                 self.events.put(Said(peer.rank, message))
+
+    def _pass_on(self, message: p.Publish) -> None:
+        wanted = frozenset(message.to)
+        for each in list(self._peers.values()):
+            if each.rank in wanted:
+                self._send(each, p.Publish(key=message.key, value=message.value))
 
     def _witnessed(self, rank: int, message: p.Message, now: float) -> None:
         view = replace(self._witnesses[rank], heard=now)

@@ -75,11 +75,15 @@ class Withdrawn(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish(Message):
-    """A value for everybody (the rendezvous of the process group); the hub passes it on."""
+    """A value for everybody (the rendezvous of the process group); the hub passes it on.
+
+    ``to`` are the ranks that it is for, where not for all: who joins later does not get it then.
+    """
 
     tag: ClassVar[str] = "publish"
     key: str
     value: str
+    to: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,13 +127,17 @@ class Listener(ABC, Generic[PeerT]):
         return known and world == self.world_size and 0 <= rank < self.world_size
 
     def _broadcast(self, message: p.Message) -> None:
+        line = p.encode(message)
         for peer in list(self._peers.values()):
             if peer.rank is not None:
-                self._send(peer, message)
+                self._send_line(peer, line)
 
     def _send(self, peer: PeerT, message: p.Message) -> None:
+        self._send_line(peer, p.encode(message))
+
+    def _send_line(self, peer: PeerT, line: bytes) -> None:
         try:
-            peer.connection.sendall(p.encode(message))
+            peer.connection.sendall(line)
         except OSError:
             self._drop(peer)
 

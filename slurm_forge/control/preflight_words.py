@@ -151,8 +151,8 @@ class Groups:
     backend: str = "gloo"
 
     def to_text(self) -> str:
-        """JSON."""
-        return json.dumps(asdict(self))
+        """JSON, as short as can be: it names every rank."""
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> Groups:

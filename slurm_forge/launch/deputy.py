@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from slurm_forge.control.interfaces import interfaces
 from slurm_forge.errors import FencedError, ForgeError
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
@@ -33,7 +34,7 @@ from slurm_forge.launch.update import (
     time_asked,
     update_for,
 )
-from slurm_forge.launch.variables import effective_on_hang
+from slurm_forge.launch.variables import as_submitted, effective_on_hang
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import supervisor_lost
 from slurm_forge.recovery.sooner import sooner
@@ -111,6 +112,9 @@ def bring_back(
             journal.write(IncidentSeen(incident=incident))
         file = read_run_file(run.spec_file)
         spec = file.job
+        if isinstance(slurm, SubprocessSlurm):
+            mine_now = as_submitted(file, slurm.environment, state.plan, interfaces=interfaces())
+            slurm = replace(slurm, environment=mine_now)
         decision = decide(
             spec.recovery,
             state,

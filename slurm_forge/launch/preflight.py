@@ -33,8 +33,13 @@ _SILENT_S = 30.0
 #: So many times as long as a look may take is waited for a rank that talks and does not come: it
 #: may still be importing.
 _PATIENCE = 5.0
+#: And so long at least: imports from a file system that is cold or busy have nothing to do with how
+#: long a look may take.
+_IMPORTS_S = 300.0
 #: Between two looks of ours: then the job was suspended, and silence before it means nothing.
 _GAP_S = 3.0
+#: Stopped, or dead: the kernel's letters.
+_ENDED = ("T", "Z", "X")
 #: How long a collective of all, and then of a few, is given; NCCL takes seconds to connect.
 _ALL_S = {"gloo": 15.0, "nccl": 60.0}
 _FEW_S = {"gloo": 10.0, "nccl": 20.0}
@@ -44,6 +49,8 @@ _TIMES_USUAL, _FEW_LEAST_S = 20.0, 3.0
 _TO_SAY_SO_S = 3.0
 #: Every rank of a gloo group connects to every other one.
 _MOST_GLOO = 64
+#: What is published must fit on a line of the channel.
+_LONGEST = 60_000
 #: Of the bandwidth that the site says there is: less is looked into.
 _SLOW = 0.5
 
@@ -94,7 +101,7 @@ class PreflightJudge:
         self._rounds = self._groups = 0
         #: The longest that a group of a few took which worked.
         self._usual_s = 0.0
-        self._slow = False
+        self._slow = self._too_many = False
         self._failures: dict[str, str] = {}
 
     def hear(self, rank: int, message: p.Message) -> None:
@@ -163,14 +170,23 @@ class PreflightJudge:
         members, waited = self._hub.members(), now - self._last
         there = {r: members[r] for r in missing if r in members and members[r].connected}
         hosts = len({each.host for each in members.values()})
-        frozen = {r: m.host for r, m in there.items() if now - m.heard > _SILENT_S}
+        silent = {r: m.host for r, m in there.items() if now - m.heard > _SILENT_S}
+        frozen = {r: host for r, host in silent.items() if not self._is_at_it(r, now)}
         if frozen and waited > _SILENT_S:
             return of_silence(frozen, hosts, timedelta(seconds=waited), frozen=True)
         # Somebody who has not even joined is waited for elsewhere: there is no name for them here.
-        if waited > _PATIENCE * self._within_s and len(members) == self._hub.world_size:
+        patience_s = max(_PATIENCE * self._within_s, _IMPORTS_S)
+        if waited > patience_s and len(members) == self._hub.world_size:
             late = {rank: member.host for rank, member in there.items()}
             return of_silence(late, hosts, timedelta(seconds=waited), frozen=False)
         return None
+
+    def _is_at_it(self, rank: int, now: float) -> bool:
+        """Whether its witness says that it lives: an import may hold the interpreter for long."""
+        view = self._hub.witnesses().get(rank)
+        if view is None or view.pulse is None or now - view.heard > _SILENT_S:
+            return False
+        return view.pulse.state not in _ENDED
 
     # -- rounds ------------------------------------------------------------------------------
 
@@ -190,10 +206,14 @@ class PreflightJudge:
         ranks = self._ranks()
         within_s = min(self._within_s, self._limit_s)
         numbered = tuple(tuple(r for host in group for r in ranks[host]) for group in groups)
+        asked = Groups(groups=numbered, within_s=within_s, backend=self._backend)
+        if len(asked.to_text()) > _LONGEST:
+            self._too_many = True
+            return self._ended(now)
         self._rounds += 1
         self._groups += len(groups)
         self._round = _Round(self._rounds, now, within_s, groups, numbered)
-        self._publish(Groups(groups=numbered, within_s=within_s, backend=self._backend))
+        self._publish(asked)
         return None
 
     @property
@@ -248,6 +268,8 @@ class PreflightJudge:
         if self.refused is None:
             self._publish(Groups())
         told = list(oddities(self.reports.values(), self.ahead))
+        if self._too_many:
+            told.append("more ranks than can be told who tries a collective with whom")
         found = self.isolated
         if found is not None and found.why is not Why.FINE and self.refused is None:
             told.append(_UNNAMED[found.why] + _first(self._failures.values()))

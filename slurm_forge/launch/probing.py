@@ -30,6 +30,7 @@ _TICK_S = 0.05
 #: After the verdict: how long the processes may take to leave by themselves.
 _LEAVE_S = 3.0
 _TAIL = 2000
+_EXPORT = "SLURM_EXPORT_ENV"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +98,13 @@ def look_at(
     hub.start()
     judge = PreflightJudge(hub, within, clock, expected=expected)
     knobs = Knobs(channel=hub.addresses, nonce=hub.nonce)
+    variables = {**environ, **knobs.to_environ()}
+    if _EXPORT in variables:  # left by sbatch --export=NONE, which is not about what is ours
+        variables[_EXPORT] = "ALL"
     processes = [
         subprocess.Popen(
             command,
-            env={**environ, **knobs.to_environ()},
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

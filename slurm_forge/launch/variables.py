@@ -9,6 +9,7 @@ from slurm_forge.control.interfaces import interface_of
 from slurm_forge.site.model import Site
 from slurm_forge.site.variables import (
     GLOO_INTERFACE,
+    NCCL_INTERFACE,
     Difference,
     DifferenceKind,
     differences,
@@ -22,6 +23,7 @@ from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 
 __all__ = [
+    "as_submitted",
     "effective_on_hang",
     "for_command",
     "for_launch",
@@ -75,6 +77,31 @@ def for_command(
     return found
 
 
+def as_submitted(
+    file: RunFile,
+    here: Mapping[str, str],
+    plan: RecoveryPlan,
+    *,
+    interfaces: tuple[str, ...],
+) -> dict[str, str]:
+    """The environment of a rank (``here``) without what was added for its launch and its node.
+
+    sbatch hands on what it is called with: in a successor that would count as the person's own,
+    and stay for good.
+    """
+    found = dict(here)
+    for each in plan.variables:
+        if found.get(each.name) == each.value and each.name not in file.job.env:
+            del found[each.name]
+            if each.name in file.env:
+                found[each.name] = file.env[each.name]
+    if file.socket_interface is not None and GLOO_INTERFACE not in file.job.env:
+        told = found.get(NCCL_INTERFACE) or file.socket_interface
+        if found.get(GLOO_INTERFACE, "") == interface_of(told, interfaces):
+            del found[GLOO_INTERFACE]
+    return found
+
+
 def effective_on_hang(file: RunFile, own: Mapping[str, str]) -> tuple[Variable, ...]:
     """The site's variables for after a hang, but for those that the person has set otherwise."""
     return effective(file.on_hang, file.env, own, file.job.env)
@@ -93,7 +120,7 @@ def warnings(job: JobSpec, site: Site, own: Mapping[str, str]) -> tuple[str, ...
         if each.kind is DifferenceKind.FORBIDDEN:
             where = "the job file sets" if each.name in job.env else "your environment has"
             told.append(
-                f"{site.name}: {where} {each.name}={each.found}, which must not be set here: "
+                f"{site.name}: {where} {each.name}={each.shown}, which must not be set here: "
                 f"{each.why}"
             )
     return tuple(told)

@@ -169,8 +169,12 @@ def oddities(reports: Iterable[NodeReport], ahead: Mapping[int, float]) -> tuple
 
     ``ahead`` is by how many seconds the clock of each rank's host is ahead of ours.
     """
+    told = tuple(reports)
     lines: defaultdict[str, list[str]] = defaultdict(list)
-    for report in reports:
+    differ = len({(report.python, report.torch) for report in told}) > 1
+    for report in told:
+        if differ:
+            lines[f"versions: python {report.python}, torch {report.torch}"].append(report.host)
         for check in report.checks:
             if check.verdict in (Verdict.ODD, Verdict.BAD):
                 lines[f"{check.name}: {check.text}"].append(report.host)
@@ -191,10 +195,13 @@ def _other_versions(
     reports: Sequence[NodeReport],
 ) -> dict[str, dict[str, tuple[NodeReport, Check]]]:
     """Who runs another python or torch than most."""
-    versions = Counter((each.python, each.torch) for each in reports)
+    on_hosts = {(each.host, each.python, each.torch) for each in reports}
+    versions = Counter((python, torch) for _, python, torch in on_hosts)
     if len(versions) < 2:
         return {}
-    (usual, _), *_ = versions.most_common(1)
+    ((usual, count),) = versions.most_common(1)
+    if 2 * count <= len({host for host, _, _ in on_hosts}):
+        return {}  # of two that differ nobody can tell which is the odd one
     found: dict[str, tuple[NodeReport, Check]] = {}
     for each in reports:
         if (each.python, each.torch) != usual:

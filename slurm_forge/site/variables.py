@@ -5,6 +5,7 @@ The order is site < the person's own environment < job file.  Pure: environments
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +32,11 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _READ_LATE = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "OFI_NCCL_")
 
 
+#: Names of what is nobody else's business, and the name and password in an address.
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+_LOGIN = re.compile(r"//[^/@\s]+@")
+
+
 class DifferenceKind(str, Enum):
     """How a variable is not as the site says."""
 
@@ -55,9 +61,16 @@ class Difference:
             case DifferenceKind.MISSING:
                 return f"{self.name} is not set; the site sets {self.name}={self.wanted}"
             case DifferenceKind.OTHER:
-                return f"{self.name}={self.found}; the site sets {self.wanted}"
+                return f"{self.name}={self.shown}; the site sets {self.wanted}"
             case _:
-                return f"{self.name}={self.found} is set, and must not be here: {self.why}"
+                return f"{self.name}={self.shown} is set, and must not be here: {self.why}"
+
+    @property
+    def shown(self) -> str:
+        """What was found as others may read it: the run directory may be open to them."""
+        if self.found is None or _SECRET.search(self.name):
+            return "..."
+        return _LOGIN.sub("//...@", self.found)
 
 
 def differences(

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from slurm_forge.control.addresses import answering_first
+
 __all__ = ["Trial", "connect_store", "host_store", "try_together"]
 
 #: Large enough for the bandwidth to show: of an all-reduce, in bytes.
@@ -48,7 +50,7 @@ def host_store(size: int, within: timedelta) -> TCPStore:
 def connect_store(hosts: Sequence[str], port: int, size: int, within: timedelta) -> TCPStore:
     """The same for the others; ``RuntimeError`` where none of the hosts answers."""
     error: Exception = RuntimeError("no address")
-    for host in hosts:
+    for host in answering_first(hosts, port, within.total_seconds() / 2):
         try:
             return TCPStore(
                 host, port, size, is_master=False, timeout=within, wait_for_workers=False
@@ -82,7 +84,8 @@ def try_together(
         keep(store)
         group = _group(PrefixStore(nonce, store), rank, size, backend, within)
         keep(group)
-        small = torch.full((8,), float(rank + 1), device=device)
+        # Of more than some 5,800 ranks the sum is no number of a float32 any more.
+        small = torch.full((8,), float(rank + 1), device=device, dtype=torch.float64)
         spoil(small)
         _sum(group, small)
         if bool((small != size * (size + 1) / 2).any().item()):

@@ -7,6 +7,7 @@ to whoever asks it anything.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -74,6 +75,8 @@ def look(
     ``may_use_gpu`` is False where this process was forked too late for that.
     """
     full = wanted.thoroughness is Thoroughness.FULL
+    # The driver's state is not inherited: who has only asked how many GPUs there are has begun it.
+    may_use_gpu = may_use_gpu and not torch.cuda._is_in_bad_fork()
     asked: list[tuple[str, Callable[[], Check]]] = []
     if wanted.busy:
         asked.append(("gpu health", _gpu_health))
@@ -249,7 +252,7 @@ def _memory(wanted: Wanted) -> Check:
 def _storage(folder: Path) -> Check:
     """Write, fsync, rename and remove a file; and what room there is."""
     make_private_directory(folder)
-    name = f".preflight-{socket.gethostname()}-{os.getpid()}"
+    name = _own_name("preflight")
     part, whole = folder / f"{name}.part", folder / name
     begun = time.monotonic()
     try:
@@ -279,7 +282,7 @@ def _storage(folder: Path) -> Check:
 
 def _lock(folder: Path) -> Check:
     """Exclusive creation, on which claims rest, and the lock between processes of a host."""
-    name = folder / f".preflight-lock-{socket.gethostname()}-{os.getpid()}"
+    name = folder / _own_name("preflight-lock")
     try:
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         try:
@@ -298,6 +301,11 @@ def _lock(folder: Path) -> Check:
         return _odd(f"files can't be locked: {error.message}")
     finally:
         lock.unlink(missing_ok=True)
+
+
+def _own_name(what: str) -> str:
+    """Nobody else's: in containers nodes may have one name, and processes the same numbers."""
+    return f".{what}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _name_resolves() -> Check:

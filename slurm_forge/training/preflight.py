@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,11 +41,20 @@ from slurm_forge.training.preflight_child import Looker, TrialAsked
 
 __all__ = ["Preflight", "wanted_of_run"]
 
-_MEET_WITHIN = timedelta(minutes=10)
+#: Longer than the hub waits for ranks that never join: it can name them, and we can't.
+_MEET_WITHIN = timedelta(minutes=20)
+#: A collective is given this long at least, however late the first of its ranks was.
+_LEAST_S = 0.5
+_TIMES_WITHIN = 6
+#: More do not fit on a line of the channel; then it is about everybody anyway.
+_MOST_NAMED = 4096
 
 
 class Preflight:
-    """One rank's part.  ``run`` returns when training may begin; the hub ends the launch else."""
+    """One rank's part.  ``run`` returns when training may begin; the hub ends the launch else.
+
+    ``own_address`` is this node's on the network that the site prefers.
+    """
 
     def __init__(
         self,
@@ -57,13 +66,16 @@ class Preflight:
         environ: Mapping[str, str],
         within: timedelta,
         meet_within: timedelta = _MEET_WITHIN,
+        own_address: str | None = None,
     ) -> None:
         self._member = member
         self._place = place
         self._wanted = wanted
         self._nonce = nonce
         self._within_s = within.total_seconds()
-        self._meet_s = meet_within.total_seconds()
+        # The hub waits for those who don't come for several times as long, and names them.
+        self._meet_s = meet_within.total_seconds() + _TIMES_WITHIN * self._within_s
+        self._own_address = own_address
         self._may_use_gpu = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._looker = Looker(wanted, environ, may_use_gpu=self._may_use_gpu)
 
@@ -128,7 +140,10 @@ class Preflight:
             if asked.rank:
                 hosts, port = parse_addresses(self._member.published(key, groups.within_s))
                 asked = replace(asked, hosts=hosts, port=port)
-            trial = self._looker.trial(asked, lambda port: self._publish(key, port))
+                # One deadline for both: who is late here misses the beginning of the next round.
+                left = groups.within_s - (time.monotonic() - begun)
+                asked = replace(asked, within_s=max(_LEAST_S, left))
+            trial = self._looker.trial(asked, lambda port: self._publish(key, port, group[1:]))
         except (ControlChannelError, OSError, ValueError) as error:
             took = time.monotonic() - begun
             trial = Trial(ok=False, seconds=took, text=str(error).splitlines()[0][:300])
@@ -142,8 +157,12 @@ class Preflight:
             )
         )
 
-    def _publish(self, key: str, port: int) -> None:
-        self._member.send(Publish(key=key, value=format_addresses(candidates(), port)))
+    def _publish(self, key: str, port: int, others: Sequence[int]) -> None:
+        # To nobody else: of a thousand nodes, five hundred pairs publish at once.
+        hosts = candidates(self._own_address)
+        value = format_addresses(hosts, port)
+        to = () if len(others) > _MOST_NAMED else tuple(others)
+        self._member.send(Publish(key=key, value=value, to=to))
 
 
 def wanted_of_run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from slurm_forge.control.preflight_words import Check, Verdict
+from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.training.descendants import die_with_parent
 from slurm_forge.training.group_trial import Trial, connect_store, host_store, try_together
 from slurm_forge.training.node_checks import Wanted, look
@@ -62,6 +64,9 @@ class Looker:
         self._pid = 0
         self._asks = self._answers = -1
         self._buffer = b""
+        #: Whether it ended by itself, and how.
+        self._left = False
+        self._how = ""
         #: In the child: groups that others may still be reading from.
         self._kept: list[object] = []
 
@@ -70,12 +75,18 @@ class Looker:
         ask_reader, self._asks = os.pipe2(os.O_CLOEXEC)
         self._answers, answer_writer = os.pipe2(os.O_CLOEXEC)
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            os.close(self._asks)
-            os.close(self._answers)
-            _be_it(parent, ask_reader, answer_writer, self)
-        self._pid = pid
+        # Slurm signals every process of a step: what a stop means is the rank's to decide, and a
+        # child that died of it would be evidence against its node.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SAVE_SIGNALS})
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(self._asks)
+                os.close(self._answers)
+                _be_it(parent, ask_reader, answer_writer, self)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._pid, self._left, self._how = pid, False, ""
         os.close(ask_reader)
         os.close(answer_writer)
         self._buffer = b""
@@ -86,13 +97,16 @@ class Looker:
         What is forked from a process with threads may, very rarely, wait for a lock that none of
         its own threads will ever give back: that is no fault of the node.
         """
+        begun = time.monotonic()
         body, place = self._look(within_s)
         if body is None:
             self.begin()
             body, place = self._look(within_s)
         if body is None:
-            text = f"no answer within {within_s:.0f} s, in {place or 'its start'}; twice"
-            return (Check(name="answer", verdict=Verdict.BAD, text=text, seconds=2 * within_s),)
+            how = self._how or f"no answer within {within_s:.0f} s"
+            text = f"{how}, in {place or 'its start'}; twice"
+            seconds = round(time.monotonic() - begun, 4)
+            return (Check(name="answer", verdict=Verdict.BAD, text=text, seconds=seconds),)
         return tuple(
             Check(
                 name=each["name"],
@@ -130,7 +144,7 @@ class Looker:
         if body is None:
             self.end()
             took = time.monotonic() - begun
-            return Trial(ok=False, seconds=took, text=f"no answer within {took:.0f} s")
+            return Trial(ok=False, seconds=took, text=self._how or f"no answer within {took:.0f} s")
         return Trial(**body["trial"])
 
     def end(self) -> None:
@@ -142,12 +156,13 @@ class Looker:
         self._asks = self._answers = -1
         if not pid:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + _GONE_WITHIN_S
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < until:
-                time.sleep(_POLL_S)
+            if self._left and (status := _collected(pid, _GONE_WITHIN_S)) is not None:
+                self._how = _how(status)
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            _collected(pid, _GONE_WITHIN_S)
 
     def _ask(self, body: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it is gone: then it does not answer either
@@ -157,10 +172,11 @@ class Looker:
         """The next line that it says; None where it does not in time, or is gone."""
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+            if left <= 0 or not _readable(self._answers, left):
                 return None
             data = os.read(self._answers, 1 << 16)
             if not data or len(self._buffer) > _LIMIT:
+                self._left = not data
                 return None
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -219,6 +235,34 @@ class Looker:
             keep=self._kept.append,
             spoil=_spoil if self._wanted.broken == "sums" else lambda _: None,
         )
+
+
+def _readable(descriptor: int, within_s: float) -> bool:
+    # Not select(2), which knows the first 1024 descriptors of a process only.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(math.ceil(within_s * 1000)))
+
+
+def _collected(pid: int, within_s: float) -> int | None:
+    """How a child ended (a wait status); None where it lives on for that long."""
+    until = time.monotonic() + within_s
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _how(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        known = number in {each.value for each in signal.Signals}
+        name = signal.Signals(number).name if known else f"signal {number}"
+        return f"the process that looks was killed ({name})"
+    return f"the process that looks ended with {os.WEXITSTATUS(status)}"
 
 
 def _spoil(tensor: torch.Tensor) -> None:

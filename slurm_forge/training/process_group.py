@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from slurm_forge.control import Member
-from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.addresses import (
+    answering_first,
+    candidates,
+    format_addresses,
+    parse_addresses,
+)
 from slurm_forge.control.protocol import Publish
 from slurm_forge.errors import ConfigError, ControlChannelError
 
@@ -23,6 +28,8 @@ __all__ = ["Groups", "choose_device", "join"]
 _STORE_KEY = "store"
 #: Thread blocks of a probe: its kernel must find room beside the training's.
 _PROBE_CTAS = 2
+#: How long one of rank 0's addresses may take to answer before the next one is tried.
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ def _store(
         return store
     hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
     error: Exception | None = None
-    for host in hosts:
+    for host in answering_first(hosts, port, _ANSWER_S * len(hosts)):
         try:
             return TCPStore(
                 host, port, world_size, is_master=False, timeout=wait, wait_for_workers=False

@@ -207,6 +207,7 @@ class Rank:
             thoroughness=brief.preflight,
             on_hang=bool(brief.plan.variables),
         )
+        own_address = preferred_address(self._file.socket_interface, self._file.host_suffix)
         # Before this process touches a GPU: what it forks could use none any more.
         Preflight(
             member,
@@ -215,6 +216,7 @@ class Rank:
             nonce=self._nonce,
             environ=process_environ(),
             within=spec.preflight.within,
+            own_address=own_address,
         ).run()
         device = choose_device(place.local_rank)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
@@ -229,7 +231,7 @@ class Rank:
             device=device,
             wait=_MEET_WITHIN,
             collective_timeout=_COLLECTIVE_TIMEOUT,
-            own_address=preferred_address(self._file.socket_interface, self._file.host_suffix),
+            own_address=own_address,
             probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
         )
         met = time.time()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import slurm_forge as forge
+from slurm_forge.control.preflight_words import Check
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.launch import preflight as hub_side
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.training import preflight_child
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
-from tests.distributed.launches import Launch, launched, new_run
+from tests.distributed.launches import Gate, Launch, launched, new_run
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -81,3 +86,30 @@ def test_a_bad_node_is_named_before_anything_is_trained(
     assert told in incident.evidence[0].text
     assert _measured(run).bad == (bad,)
     assert not run.is_done()
+
+
+def test_a_stop_in_the_middle_of_a_look_is_no_verdict(tmp_path: Path) -> None:
+    """Slurm signals all processes of the step, those that look at the nodes too."""
+    run = new_run(tmp_path, preflight={"enabled": True})
+    gate = Gate()
+
+    def look(*_: object, **__: object) -> tuple[Check, ...]:
+        gate.wait(os.getpid() % 256)
+        return ()
+
+    try:
+        with (
+            mock.patch.object(preflight_child, "look", look),
+            launched(run, 4, _train, hosts=NODES, exits=True) as launch,
+        ):
+            launch.at(gate, 4)
+            begun = time.monotonic()
+            launch.kill(2, signal.SIGTERM, everything=True)
+    finally:
+        gate.close()
+    assert launch.gone - begun < 30
+    assert len(gate.here) == 4, "somebody had to look again"
+    incident = _incident(launch)
+    assert (incident.hosts, incident.cause in (Cause.HANG, Cause.NODE_FAIL)) == ((), False)
+    records, _ = read_journal(run)
+    assert not [r for r in records if isinstance(r.event, PreflightMeasured)]

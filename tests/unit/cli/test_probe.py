@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from slurm_forge.cli.probe_text import probe_json, probe_text
 from slurm_forge.control.preflight_words import Check, NodeReport, Verdict
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.probing import Looked
+from slurm_forge.launch.probing import Looked, Place, look_at
 from slurm_forge.recovery.preflight import Refusal, of_reports
 from tests.unit.cli.conftest import Shell
 from tests.unit.cli.test_start import HEAVY, imported
+
+_NAME = "SLURM_EXPORT_ENV"
 
 
 def report(rank: int, *checks: Check) -> NodeReport:
@@ -67,3 +72,46 @@ def test_this_machine_without_torch_in_the_command() -> None:
     """Two interpreters with torch; the command itself has none."""
     found = imported("probe", "--local", "2", "--json")
     assert not found & HEAVY
+
+
+@pytest.mark.parametrize("within", ["0s", "0m"])
+def test_no_time_at_all_is_no_limit_for_a_look(shell: Shell, within: str) -> None:
+    told = shell("probe", "--local", "1", "--within", within)
+    assert told.exit_code == 2
+    assert "--within" in told.stderr
+
+
+def test_a_job_of_its_own_is_no_step_of_the_allocation_that_asks_for_it(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, str]] = []
+
+    def look_at(place: object, *, environ: dict[str, str], **_: object) -> Looked:
+        given.append(environ)
+        return looked(report(0))
+
+    monkeypatch.setattr("slurm_forge.launch.probing.look_at", look_at)
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF"):
+        monkeypatch.setenv(name, "7")
+    assert shell("probe", "--nodes", "2").exit_code == 0
+    assert [name for name in given[0] if name.startswith("SLURM_")] == ["SLURM_CONF"]
+
+
+def test_what_a_job_was_submitted_with_does_not_keep_the_channel_from_its_nodes(
+    tmp_path: Path,
+) -> None:
+    """sbatch --export=NONE leaves that word for every srun inside of the job."""
+    told = tmp_path / "told"
+    words = (
+        sys.executable,
+        "-c",
+        f"import os; open({str(told)!r}, 'w').write(os.environ[{_NAME!r}])",
+    )
+    found = look_at(
+        Place(commands=(words,), world=1),
+        within=timedelta(seconds=5),
+        start_within=timedelta(seconds=60),
+        environ={_NAME: "NONE"},
+    )
+    assert found.measured is None
+    assert told.read_text() == "ALL"

@@ -17,7 +17,7 @@ from slurm_forge.control import Hub, Member, RequestKind
 from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control import protocol as p
-from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.addresses import answering_first, parse_addresses
 from slurm_forge.control.hub import Agreed, Gone, HubEvent, Joined, Said, Withdrawn
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import LAST, Position
@@ -555,3 +555,26 @@ def test_a_request_that_finds_no_target_in_time_is_given_up_on_all_ranks(
         event(hub, Agreed)
         for member in (first, second):
             member.close()
+
+
+def test_what_is_for_some_ranks_reaches_those_and_nobody_else() -> None:
+    with hub_of(3) as hub:
+        ranks = [join(hub, rank) for rank in range(3)]
+        ranks[0].send(p.Publish(key="mine", value="n1:1", to=(2,)))
+        assert ranks[2].published("mine", WITHIN_S) == "n1:1"
+        ranks[0].send(p.Publish(key="all", value="x"))
+        assert [rank.published("all", WITHIN_S) for rank in ranks] == ["x"] * 3
+        for rank in ranks[:2]:
+            with pytest.raises(ControlChannelError):
+                rank.published("mine", 0.0)
+            rank.close()
+        ranks[2].close()
+
+
+def test_the_address_that_answers_is_tried_first() -> None:
+    """What connects for a library to a name that nobody knows spends all of its time on that."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        hosts = ("127.0.0.2", "127.0.0.1", "127.0.0.3")
+        assert answering_first(hosts, port, 30.0) == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+    assert answering_first(hosts, port, 30.0) == hosts

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
+
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
+from slurm_forge.control.hub import WitnessView
 from slurm_forge.control.preflight_words import (
     Check,
     Groups,
@@ -32,6 +35,10 @@ class Hub:
             rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard=0.0) for rank in range(world)
         }
         self.published: dict[str, str] = {}
+        self.pulses: dict[int, WitnessView] = {}
+
+    def witnesses(self) -> dict[int, WitnessView]:
+        return dict(self.pulses)
 
     def members(self) -> dict[int, MemberView]:
         return dict(self.views)
@@ -43,13 +50,15 @@ class Hub:
 class Scene:
     """Ranks that do what they are asked, unless a group fails or somebody says nothing."""
 
-    def __init__(self, world: int = 4, expected: float | None = None) -> None:
+    def __init__(
+        self, world: int = 4, expected: float | None = None, within_s: float = 60.0
+    ) -> None:
         self.hub = Hub(world)
         self.now = 100.0
         self.silent: set[int] = set()
         self.judge = PreflightJudge(
             self.hub,  # type: ignore[arg-type]
-            timedelta(seconds=60),
+            timedelta(seconds=within_s),
             lambda: self.now,
             expected=expected,
             wall=lambda: 1000.0 + self.now,
@@ -216,3 +225,48 @@ def test_nonsense_from_a_rank_is_no_verdict() -> None:
     measured = scene.wait(1)
     assert measured is not None and measured.ok
     assert isinstance(p.decode(p.encode(PreflightReport(body="x"))), PreflightReport)
+
+
+def pulse(scene: Scene, rank: int, state: str) -> WitnessView:
+    said = p.Pulse(
+        turn=0, step=0, begun=0, phase_no=0, poll=0, phase="start", kind="start", since_s=40.0,
+        mute_s=40.0, state=state, cpu_s=1.0,
+    )  # fmt: skip
+    return WitnessView(rank=rank, host=f"n{rank}", heard=scene.now, pulse=said)
+
+
+@pytest.mark.parametrize(("state", "named"), [("D", False), ("S", False), ("T", True)])
+def test_an_import_that_holds_the_interpreter_is_no_frozen_node(state: str, named: bool) -> None:
+    scene = Scene()
+    for rank in range(3):
+        scene.report(rank)
+    scene.silent = {3}
+    for _ in range(100):
+        scene.hub.pulses[3] = pulse(scene, 3, state)
+        scene.wait(1)
+    assert (scene.judge.refused is not None) == named
+
+
+def test_a_short_limit_of_a_look_is_none_of_an_import() -> None:
+    scene = Scene(within_s=5.0)
+    for rank in range(3):
+        scene.report(rank)
+    assert scene.wait(250) is None
+    assert scene.judge.refused is None
+
+
+def test_more_ranks_than_can_be_named_go_on_without_a_collective() -> None:
+    scene = Scene(16_000)
+    said = NodeReport(rank=0, host="n0", full=True, device="cuda")
+    for rank in range(16_000):
+        told = replace(said, rank=rank, host=f"n{rank // 8}")
+        scene.judge.hear(rank, PreflightReport(body=told.to_text()))
+    measured = scene.wait(1)
+    assert measured is not None and measured.ok
+    assert "more ranks than" in measured.told[0]
+    assert scene.asked().groups == ()
+
+
+def test_what_a_round_asks_of_8000_ranks_fits_on_a_line() -> None:
+    groups = Groups(groups=(tuple(range(8000)),), within_s=60.0, backend="nccl")
+    assert p.encode(p.Publish(key="preflight/1", value=groups.to_text()))

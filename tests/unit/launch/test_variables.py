@@ -9,6 +9,7 @@ import pytest
 from slurm_forge.launch.master import master_address
 from slurm_forge.launch.submission import create_run
 from slurm_forge.launch.variables import (
+    as_submitted,
     effective_on_hang,
     for_command,
     for_launch,
@@ -140,3 +141,21 @@ def test_what_must_not_be_set_is_told_at_submission_and_beside_the_evidence(tmp_
     own = {"NCCL_P2P_DISABLE": "1"}
     assert warnings(plain, SITE, own) == (f"hill: your environment has {why}",)
     assert warnings(plain, SITE, {}) == ()
+
+
+def test_a_successor_that_a_rank_submits_begins_without_what_its_launch_was_given(
+    tmp_path: Path,
+) -> None:
+    own = {"HOME": "/root", "NCCL_SOCKET_IFNAME": "hsn"}
+    after = RecoveryPlan(
+        variables=(Variable("NCCL_DEBUG", "INFO"), Variable("NCCL_IB_TIMEOUT", "23"))
+    )
+    file = file_of(tmp_path)
+    rank = {**for_launch(file, own, after), "GLOO_SOCKET_IFNAME": "hsn1"}
+    assert (rank["NCCL_DEBUG"], rank["NCCL_IB_TIMEOUT"]) == ("INFO", "23")
+    left = as_submitted(file, rank, after, interfaces=("lo", "hsn1", "hsn2"))
+    assert left == for_launch(file, own, PLAN)
+    # And what is a person's own stays.
+    mine = {"NCCL_IB_TIMEOUT": "20", "GLOO_SOCKET_IFNAME": "eth0"}
+    rank = for_launch(file, mine, after)
+    assert as_submitted(file, rank, after, interfaces=("hsn1",)).items() >= mine.items()

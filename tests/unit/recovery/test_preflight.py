@@ -76,6 +76,24 @@ def test_another_torch_on_one_node_is_that_node() -> None:
     assert "torch 2.5; others have 3.11, 2.6" in found.evidence[0].text
 
 
+def test_of_two_nodes_with_another_torch_nobody_can_tell_which_is_wrong() -> None:
+    reports = [report(0), report(1, torch="2.5")]
+    assert of_reports(reports) is None
+    assert oddities(reports, {}) == (
+        "n0: versions: python 3.11, torch 2.6",
+        "n1: versions: python 3.11, torch 2.5",
+    )
+    four = [report(rank, torch="2.5" if rank < 2 else "2.6") for rank in range(4)]
+    assert of_reports(four) is None
+
+
+def test_many_ranks_of_one_node_are_no_majority() -> None:
+    reports = [report(rank, host="n0", torch="2.5") for rank in range(8)]
+    reports += [report(8, host="n1"), report(9, host="n2")]
+    found = of_reports(reports)
+    assert found is not None and found.hosts == ("n0",)
+
+
 @given(st.integers(1, 40), st.sets(st.integers(0, 39)), st.sampled_from(["gpu", "gpu computes"]))
 def test_never_more_than_half_are_refused(nodes: int, bad: set[int], check: str) -> None:
     reports = [report(rank, *([check] if rank in bad else [])) for rank in range(nodes)]

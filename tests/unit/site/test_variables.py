@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,3 +94,18 @@ def test_only_what_is_read_when_groups_are_made_reaches_a_fork() -> None:
     assert not any(
         map(reaches_forks, ["OMP_NUM_THREADS", "LD_PRELOAD", "TORCH_DISTRIBUTED_DEBUG", "X_NCCL_"])
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("WANDB_API_KEY", "abc123", "WANDB_API_KEY=... is set"),
+        ("HF_TOKEN", "abc123", "HF_TOKEN=... is set"),
+        ("HTTPS_PROXY", "http://me:abc123@proxy:3128", "HTTPS_PROXY=http://...@proxy:3128 is set"),
+        ("NCCL_P2P_DISABLE", "1", "NCCL_P2P_DISABLE=1 is set"),
+    ],
+)
+def test_a_secret_is_not_told_where_it_is_forbidden(name: str, value: str, shown: str) -> None:
+    (found,) = differences(EnvironmentSets(never={name: "not here"}), {name: value})
+    assert str(found).startswith(shown)
+    assert found.found == value

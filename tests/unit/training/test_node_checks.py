@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -168,3 +171,70 @@ def test_a_collective_that_hangs_fails_and_another_can_be_tried() -> None:
     finally:
         looker.end()
     assert len(ports) == 1
+
+
+def test_a_file_that_a_killed_look_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """In a container the next one may have the same process id."""
+    for what in (".preflight-{}-{}", ".preflight-{}-{}.part", ".preflight-lock-{}-{}"):
+        (tmp_path / what.format(socket.gethostname(), os.getpid())).write_text("")
+    checks = found(look(wanted(tmp_path), {}, may_use_gpu=False))
+    assert (checks["storage"].verdict, checks["lock"].verdict) == (Verdict.FINE, Verdict.FINE)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_who_was_forked_after_the_driver_was_asked_anything_says_nothing_of_gpus() -> None:
+    """``torch.cuda.is_available()`` in a script before ``attach``: no fault of the node."""
+    with (
+        mock.patch.object(torch.cuda, "_is_in_bad_fork", lambda: True),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+    ):
+        checks = found(look(wanted(gpus=1), {}, may_use_gpu=True))
+    assert checks["gpu"].verdict is Verdict.SKIPPED
+    assert "gpu memory" not in checks and "gpu computes" not in checks
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_for_all_processes_of_a_step_ends_no_look(number: signal.Signals) -> None:
+    looker = Looker(wanted(), {}, may_use_gpu=False)
+    looker.begin()
+    try:
+        pid = looker._pid
+        os.kill(pid, number)
+        checks = looker.checks(60.0)
+        assert "cpu computes" in {check.name for check in checks}
+        assert looker._pid == pid
+    finally:
+        looker.end()
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_look_that_somebody_killed_is_said_to_have_been() -> None:
+    looker = Looker(wanted(), {}, may_use_gpu=False)
+
+    def killed(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(preflight_child, "look", killed):
+        looker.begin()
+        (check,) = looker.checks(60.0)
+    assert check.text == "the process that looks was killed (SIGKILL), in its start; twice"
+    assert check.seconds < 30
+
+
+def test_a_program_with_more_than_1024_open_files_can_be_looked_at() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 4096 if before[1] == resource.RLIM_INFINITY else min(4096, before[1])
+    if most < 1200:
+        pytest.skip("no process may have so many files open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, before[0]), before[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    looker = Looker(wanted(), {}, may_use_gpu=False)
+    try:
+        looker.begin()
+        assert looker._answers >= 1024
+        assert "cpu computes" in {check.name for check in looker.checks(60.0)}
+    finally:
+        looker.end()
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

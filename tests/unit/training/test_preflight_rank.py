@@ -1,0 +1,146 @@
+"""A rank's part in the look at all nodes: what it tells the others of its group, and by when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from slurm_forge.control import protocol as p
+from slurm_forge.control.preflight_words import Groups, Thoroughness
+from slurm_forge.launch import ending
+from slurm_forge.launch import preflight as hub_side
+from slurm_forge.training import group_trial, preflight
+from slurm_forge.training.group_trial import Trial, connect_store, try_together
+from slurm_forge.training.node_checks import Wanted
+from slurm_forge.training.place import RankPlace
+from slurm_forge.training.preflight import Preflight
+from slurm_forge.training.preflight_child import TrialAsked
+
+
+@dataclass
+class Channel:
+    """The hub as a rank sees it: an address comes after ``late_s``."""
+
+    late_s: float = 0.0
+    now: float = 100.0
+    said: list[p.Message] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def published(self, key: str, wait_s: float) -> str:
+        self.now += self.late_s
+        return "n1:4000"
+
+    def send(self, message: p.Message) -> None:
+        self.said.append(message)
+
+
+def part(rank: int, group: Sequence[int], channel: Channel) -> list[TrialAsked]:
+    """What is asked of the child of ``rank`` in a round of one group with a limit of 10 s."""
+    place = RankPlace(rank=rank, local_rank=0, world_size=9, job="1", restart_count=0, node="n1")
+    mine = Preflight(
+        channel,  # type: ignore[arg-type]
+        place,
+        Wanted(thoroughness=Thoroughness.FULL),
+        nonce="x",
+        environ={},
+        within=timedelta(seconds=60),
+        own_address="10.9.9.9",
+    )
+    asked: list[TrialAsked] = []
+
+    def trial(wanted: TrialAsked, published: object) -> Trial:
+        asked.append(wanted)
+        if wanted.rank == 0:
+            published(4000)  # type: ignore[operator]
+        return Trial(ok=True, seconds=0.1)
+
+    with (
+        mock.patch.object(mine._looker, "trial", trial),
+        mock.patch.object(preflight, "time", channel),
+    ):
+        mine._take_part(2, Groups(groups=(tuple(group),), within_s=10.0))
+    return asked
+
+
+@pytest.mark.parametrize(("late_s", "left_s"), [(0.0, 10.0), (7.0, 3.0), (9.9, 0.5)])
+def test_waiting_for_the_first_rank_is_part_of_the_time_of_a_collective(
+    late_s: float, left_s: float
+) -> None:
+    (asked,) = part(4, (3, 4), Channel(late_s=late_s))
+    assert asked.within_s == pytest.approx(left_s)
+
+
+def test_the_first_rank_says_where_it_is_to_its_group_only() -> None:
+    channel = Channel()
+    part(3, (3, 4, 8), channel)
+    (address,) = [each for each in channel.said if isinstance(each, p.Publish)]
+    assert address.to == (4, 8)
+    assert address.value.startswith("10.9.9.9,")
+
+
+def test_an_address_that_nobody_knows_takes_no_time_from_the_one_that_answers() -> None:
+    tried: list[str] = []
+
+    def store(host: str, *_: object, **__: object) -> str:
+        tried.append(host)
+        return "store"
+
+    def answering(hosts: Sequence[str], port: int, within_s: float) -> tuple[str, ...]:
+        assert within_s < 10.0
+        return tuple(reversed(hosts))
+
+    with (
+        mock.patch.object(group_trial, "TCPStore", store),
+        mock.patch.object(group_trial, "answering_first", answering),
+    ):
+        connect_store(("unknown", "10.0.0.1"), 1, 2, timedelta(seconds=10))
+    assert tried == ["10.0.0.1"]
+
+
+def test_the_sum_of_8190_ranks_is_right() -> None:
+    """It is no number of a float32."""
+    size = 8190
+
+    def allreduce(tensors: list[torch.Tensor]) -> mock.Mock:
+        (tensor,) = tensors
+        tensor.fill_(size * (size + 1) // 2)
+        return mock.Mock()
+
+    with mock.patch.object(group_trial, "_group", lambda *_: mock.Mock(allreduce=allreduce)):
+        trial = try_together(
+            HashStore(),
+            nonce="x",
+            rank=3,
+            size=size,
+            backend="gloo",
+            device=torch.device("cpu"),
+            within=timedelta(seconds=10),
+            keep=lambda _: None,
+        )
+    assert trial.ok, trial.text
+
+
+@pytest.mark.parametrize("within_s", [1.0, 60.0, 3600.0])
+def test_ranks_wait_until_the_hub_has_named_who_does_not_come(within_s: float) -> None:
+    place = RankPlace(rank=0, local_rank=0, world_size=2, job="1", restart_count=0)
+    mine = Preflight(
+        Channel(),  # type: ignore[arg-type]
+        place,
+        Wanted(thoroughness=Thoroughness.FULL),
+        nonce="x",
+        environ={},
+        within=timedelta(seconds=within_s),
+    )
+    hub_waits_s = max(hub_side._PATIENCE * within_s, hub_side._IMPORTS_S, ending._JOIN_S)
+    assert mine._meet_s > hub_waits_s + hub_side._SILENT_S
