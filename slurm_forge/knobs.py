@@ -35,8 +35,10 @@ _STATE_HOME = "XDG_STATE_HOME"
 class Knobs:
     """What the supervisor tells its ranks, and what a user may set.
 
-    ``channel`` is ``host1,host2:port``; ``started`` is when the launch was begun (seconds since the
-    epoch).  ``agents`` and ``agents_nonce`` are the same for the standing agents of a step.
+    ``channel`` is ``host1,host2:port``; ``nonce`` is what everybody on it has to know; ``attempt``
+    and ``launch`` are the numbers of those that a process belongs to; ``started`` is when the
+    launch was begun (seconds since the epoch).  ``agents`` and ``agents_nonce`` are the same for
+    the standing agents of a step.
     ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is the
     directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
     program may resume from, ``restarts`` how often that was started before.  ``nodes`` is the

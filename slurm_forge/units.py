@@ -21,6 +21,7 @@ __all__ = [
     "parse_duration",
     "parse_memory",
     "parse_slurm_duration",
+    "words_for_duration",
 ]
 
 KIB = 1024
@@ -130,6 +131,18 @@ def format_duration(value: timedelta) -> str:
         seconds, fraction = divmod(microseconds, 1_000_000)
         parts.append(f"{seconds}.{fraction:06d}".rstrip("0").rstrip(".") + "s")
     return "".join(parts)
+
+
+def words_for_duration(value: timedelta) -> str:
+    """Exact, for a sentence: ``120 s``, ``30 min``, ``48 h``, ``1h30m``."""
+    seconds = value.total_seconds()
+    if seconds <= 300:
+        return f"{seconds:g} s"
+    for name, size, most in (("d", 86400, 1e9), ("h", 3600, 72), ("min", 60, 100)):
+        count, rest = divmod(seconds, size)
+        if not rest and count <= most and (name != "d" or count > 1):
+            return f"{count:.0f} {name}"
+    return format_duration(value)
 
 
 def parse_memory(value: object) -> int:

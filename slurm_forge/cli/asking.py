@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import run_names, site_names
+
 if TYPE_CHECKING:
     from slurm_forge.launch.asked_back import Brought
     from slurm_forge.run_directory import RunDirectory
@@ -17,7 +19,9 @@ __all__ = ["reconcile", "requeue", "save", "stop"]
 RunName = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="Name of a run, the path of its folder, or the id of one of its jobs."
+        metavar="RUN",
+        help="Name of a run, the path of its folder, or the id of one of its jobs.",
+        autocompletion=run_names,
     ),
 ]
 Runs = Annotated[
@@ -47,7 +51,10 @@ def requeue(
     site: Annotated[
         str | None,
         typer.Option(
-            "--site", metavar="NAME|FILE", help="Site; without it, the one it was submitted with."
+            "--site",
+            metavar="NAME|FILE",
+            help="Site; without it, the one it was submitted with.",
+            autocompletion=site_names,
         ),
     ] = None,
     runs: Runs = None,
@@ -74,7 +81,11 @@ def requeue(
     asks of Slurm from now on: they are kept in its run.yaml, and given to a job that waits.
     A run that trains has to be stopped first.
 
-    Example:  slurm-forge requeue tiny-gpt --mem 64G --exclude n3
+    \b
+    Examples:
+      slurm-forge requeue tiny-gpt
+      slurm-forge requeue tiny-gpt --mem 64G --exclude n3
+      slurm-forge requeue 8812301 --time 2-00:00:00 --partition long
     """
     from slurm_forge.cli.left_out import left_out_now
     from slurm_forge.cli.places import reference, site_places
@@ -95,7 +106,7 @@ def requeue(
             f"{found.name} was started on this machine, not by Slurm ({job})",
             next_step="Go on with it here: slurm-forge run and its job file.",
         )
-    chosen = site_places().load(site or file.site).site
+    chosen = site_places().load(site or file.site_file or file.site).site
     slurm = SubprocessSlurm.of_this_process()
     out = left_out_now(slurm, changed(file.job, asked), chosen)
     brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude, asked=asked)
@@ -109,7 +120,10 @@ def requeue(
 def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
     """Carry out a requeue that Slurm did not answer.
 
-    Example:  slurm-forge reconcile tiny-gpt
+    \b
+    Examples:
+      slurm-forge reconcile tiny-gpt
+      slurm-forge reconcile 8812301 --json
     """
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.launch.asked_back import reconcile as carry_out
@@ -145,7 +159,10 @@ def stop(run: RunName, runs: Runs = None) -> None:
 
     It goes on when somebody requeues it.
 
-    Example:  slurm-forge stop tiny-gpt
+    \b
+    Examples:
+      slurm-forge stop tiny-gpt
+      slurm-forge stop 8812301
     """
     from slurm_forge.cli.places import reference
     from slurm_forge.cli.run_of_job import meant
@@ -165,7 +182,10 @@ def stop(run: RunName, runs: Runs = None) -> None:
 def save(run: RunName, runs: Runs = None) -> None:
     """Ask a run for a checkpoint now; it goes on.
 
-    Example:  slurm-forge save tiny-gpt
+    \b
+    Examples:
+      slurm-forge save tiny-gpt
+      slurm-forge save tiny-gpt --runs /scratch/me/runs
     """
     from slurm_forge.cli.places import reference
     from slurm_forge.cli.run_of_job import meant

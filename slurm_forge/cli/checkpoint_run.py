@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import run_names
+
 if TYPE_CHECKING:
     from slurm_forge.journal import RunState
     from slurm_forge.journal.events import Event
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["AsJson", "Opened", "RunName", "Runs", "open_run", "write_line"]
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or the path of its folder.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, or the path of its folder.",
+        autocompletion=run_names,
+    ),
 ]
 Runs = Annotated[
     Path | None,

@@ -80,7 +80,10 @@ def list_(run: RunName, json: AsJson = False, runs: Runs = None) -> None:
     Trust is written, verified (read back whole), good (healthy steps followed) or suspect
     (never resumed from).  "<- next" is where a start would go on from now.
 
-    Example:  slurm-forge checkpoints list tiny-gpt
+    \b
+    Examples:
+      slurm-forge checkpoints list tiny-gpt
+      slurm-forge checkpoints list tiny-gpt --json
     """
     from slurm_forge.cli.checkpoint_disk import look
     from slurm_forge.cli.places import reference
@@ -118,7 +121,10 @@ def verify(
     What is whole becomes verified, what is damaged suspect: it is not resumed from.  Exit status
     1: something is damaged or can't be read.
 
-    Example:  slurm-forge checkpoints verify tiny-gpt latest
+    \b
+    Examples:
+      slurm-forge checkpoints verify tiny-gpt
+      slurm-forge checkpoints verify tiny-gpt latest
     """
     from slurm_forge.cli.checkpoint_disk import look
     from slurm_forge.cli.checkpoint_names import meant
@@ -164,7 +170,10 @@ def promote(
 
     It is read first and is good from then on: it may be resumed from again, and rolled back to.
 
-    Example:  slurm-forge checkpoints promote tiny-gpt 1200 --reason "loss is fine"
+    \b
+    Examples:
+      slurm-forge checkpoints promote tiny-gpt latest --reason "measured"
+      slurm-forge checkpoints promote tiny-gpt 1200 --reason "loss is fine"
     """
     from slurm_forge.cli.checkpoint_disk import read_all
     from slurm_forge.errors import CheckpointError
@@ -195,7 +204,10 @@ def suspect(
     The run never resumes from it, until somebody promotes it.  A run that is going on
     hears of it at its next start.
 
-    Example:  slurm-forge checkpoints suspect tiny-gpt 1200 --reason "loss rose after it"
+    \b
+    Examples:
+      slurm-forge checkpoints suspect tiny-gpt latest --reason "a bad node"
+      slurm-forge checkpoints suspect tiny-gpt 1200 --reason "loss rose after it"
     """
     from slurm_forge.vocabulary.trust import Trust
 

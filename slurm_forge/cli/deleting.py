@@ -59,7 +59,10 @@ def prune(
     two newest that may be resumed from, the newest good one, and what the job keeps for
     good (the best, one every so many steps or minutes).
 
-    Example:  slurm-forge checkpoints prune tiny-gpt --keep-last 2 --dry-run
+    \b
+    Examples:
+      slurm-forge checkpoints prune tiny-gpt --dry-run
+      slurm-forge checkpoints prune tiny-gpt --keep-last 2
     """
     from slurm_forge.cli.checkpoint_disk import look
     from slurm_forge.cli.pruning import plan_prune

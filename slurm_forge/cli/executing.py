@@ -104,6 +104,12 @@ def execute(
     on); the command's own where it failed for good and nobody brings it back (without Slurm,
     or where the job file says raise); 2 a wrong command line, nothing was started; 130, 143
     a person's signal, without Slurm.
+
+    \b
+    Examples:
+      slurm-forge exec --name big -- srun python train.py
+      slurm-forge exec --name big --convention torchrun -- torchrun train.py
+      slurm-forge exec --job train.yaml -- srun python train.py --lr 0.1
     """
     import sys
 
@@ -153,6 +159,7 @@ def execute(
             runs=runs_folder(runs).absolute(),
             site=site.site,
             folder=Path.cwd(),
+            partition=None if environment is None else environment.partition,
         )
     except (ForgeError, OSError) as error:
         fail(error, "nothing was started.")

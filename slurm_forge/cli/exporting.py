@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from slurm_forge.cli.checkpoint_run import AsJson, Runs, open_run
+from slurm_forge.cli.completing import run_names
 
 __all__ = ["export"]
 
@@ -49,7 +50,11 @@ class Exported:
 def export(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="Name of a run, or the path of its folder."),
+        typer.Argument(
+            metavar="RUN",
+            help="Name of a run, or the path of its folder.",
+            autocompletion=run_names,
+        ),
     ] = None,
     to: Annotated[
         Path | None,
@@ -85,7 +90,11 @@ def export(
     its load_state_dict wants them.  safetensors takes memory for the largest tensor only;
     torch and DCP hold all that is written.  Needs torch.
 
-    Example:  slurm-forge export tiny-gpt --to tiny-gpt.safetensors
+    \b
+    Examples:
+      slurm-forge export tiny-gpt --to tiny-gpt.safetensors
+      slurm-forge export tiny-gpt --checkpoint good --to tiny-gpt.pt
+      slurm-forge export --from elsewhere/step-1000 --to model.safetensors
     """
     from slurm_forge.report.encoding import to_json
 

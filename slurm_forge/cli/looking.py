@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import run_names
+
 if TYPE_CHECKING:
     from slurm_forge.report.status import Status
     from slurm_forge.run_directory import RunDirectory
@@ -19,7 +21,12 @@ _LOOK_EVERY_S = 1.0
 _FIGURES_EVERY_S = 30.0
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or the path of its folder.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, or the path of its folder.",
+        autocompletion=run_names,
+    ),
 ]
 Runs = Annotated[
     Path | None,
@@ -32,7 +39,9 @@ def status(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="Name of a run, or the path of its folder; without it, all runs."
+            metavar="RUN",
+            help="Name of a run, or the path of its folder; without it, all runs.",
+            autocompletion=run_names,
         ),
     ] = None,
     follow: Annotated[
@@ -45,7 +54,11 @@ def status(
 
     Without RUN, a line for every run in the folder of runs.
 
-    Example:  slurm-forge status tiny-gpt --follow
+    \b
+    Examples:
+      slurm-forge status
+      slurm-forge status tiny-gpt --follow
+      slurm-forge status tiny-gpt --json
     """
     from slurm_forge.cli.places import find_run
 
@@ -81,7 +94,11 @@ def explain(
 ) -> None:
     """What happened, why, what was changed, what it cost.
 
-    Example:  slurm-forge explain tiny-gpt --attempt 2
+    \b
+    Examples:
+      slurm-forge explain tiny-gpt
+      slurm-forge explain tiny-gpt --attempt 2
+      slurm-forge explain tiny-gpt --json
     """
     from slurm_forge.cli.gathering import gather
     from slurm_forge.cli.places import find_run

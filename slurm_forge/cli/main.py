@@ -16,6 +16,7 @@ import typer
 
 from slurm_forge.cli import (
     asking,
+    beginning,
     checkpoints,
     executing,
     exporting,
@@ -44,13 +45,14 @@ app = typer.Typer(
     help="Training runs that finish by themselves on any Slurm cluster.",
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     # Plain text starts faster than boxes, and it can be pasted.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command()(beginning.init)
 app.command()(submitting.submit)
 app.command()(submitting.render)
 app.command()(running.run)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import site_names
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,7 +30,10 @@ Nodes = Annotated[
 SiteName = Annotated[
     str | None,
     typer.Option(
-        "--site", metavar="NAME|FILE", help="Site (SLURM_FORGE_SITE, else what Slurm is called)."
+        "--site",
+        metavar="NAME|FILE",
+        help="Site (SLURM_FORGE_SITE, else what Slurm is called).",
+        autocompletion=site_names,
     ),
 ]
 Cluster = Annotated[
@@ -53,7 +58,10 @@ def list_(
     out while what is left of its strikes is 1 or more, or because a person struck it, as long as
     it is not too many.
 
-    Example:  slurm-forge nodes list --all
+    \b
+    Examples:
+      slurm-forge nodes list
+      slurm-forge nodes list --all
     """
     from slurm_forge.cli.nodes_listing import list_nodes
     from slurm_forge.cli.nodes_text import nodes_text
@@ -79,7 +87,10 @@ def release(
 
     Jobs that already wait in the queue keep what they were submitted with.
 
-    Example:  slurm-forge nodes release n06
+    \b
+    Examples:
+      slurm-forge nodes release n06
+      slurm-forge nodes release "n[08-09]"
     """
     from slurm_forge.person import person
     from slurm_forge.recovery.nodes import Release, standings
@@ -112,7 +123,10 @@ def strike(
 
     A job that could not start without one of them gets it all the same.
 
-    Example:  slurm-forge nodes strike n06 --why "slow link, ticket 4711" --for 2d
+    \b
+    Examples:
+      slurm-forge nodes strike n06 --why "slow link, ticket 4711"
+      slurm-forge nodes strike "n[08-09]" --why "slow link" --for 2d
     """
     from slurm_forge.errors import ConfigError
     from slurm_forge.person import person

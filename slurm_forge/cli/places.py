@@ -66,13 +66,9 @@ def reference(run: RunDirectory) -> str:
 
 def site_places() -> SitePlaces:
     """Where site files are looked for."""
-    from slurm_forge.site.loading import SitePlaces, packaged_folder
+    from slurm_forge.launch.sites import site_places as places
 
-    return SitePlaces(
-        packaged=packaged_folder(),
-        user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
-        knob=Knobs.from_environ(process_environ()).site,
-    )
+    return places()
 
 
 def node_ledger(site: Site, cluster: str | None) -> NodeLedger:

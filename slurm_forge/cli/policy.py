@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import cause_names
+
 if TYPE_CHECKING:
     from slurm_forge.vocabulary.cause import Cause
 
@@ -38,7 +40,12 @@ def _policy() -> None:
 def test(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     cause: Annotated[
-        str, typer.Option(metavar="CAUSE", help="A key of recovery:, such as non_finite or hang.")
+        str,
+        typer.Option(
+            metavar="CAUSE",
+            help="A key of recovery:, such as non_finite or hang.",
+            autocompletion=cause_names,
+        ),
     ],
     at: Annotated[int, typer.Option(metavar="STEP", min=1, max=_MOST, help="Where.")] = 1000,
     repeat: Annotated[
@@ -65,7 +72,10 @@ def test(
 
     The decisions are the real ones, the events are made up.  The program's hooks are not asked.
 
-    Example:  slurm-forge policy test train.yaml --cause non_finite --at 1200 --repeat 3
+    \b
+    Examples:
+      slurm-forge policy test train.yaml --cause preempted
+      slurm-forge policy test train.yaml --cause non_finite --at 1200 --repeat 3
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.cli.places import site_places

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.errors import RunDirectoryError
+from slurm_forge.documents import Document, build, read
+from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.launch.asking import asked_of
 from slurm_forge.launch.entry_check import check_entry
-from slurm_forge.launch.script import options
+from slurm_forge.launch.script import asked_options
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.submission import create_run, job_script, keep_successor, untouched
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
-from slurm_forge.spec import JobSpec, load_job
+from slurm_forge.site.rules import Severity, findings
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.resources import key_of_option
 from slurm_forge.spec.run_file import RunFile
 
-__all__ = ["Checked", "check", "keep_script", "make"]
+__all__ = ["Checked", "check", "keep_script", "make", "place_of", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +30,27 @@ class Checked:
     job: JobSpec
     path: Path
     doubts: tuple[str, ...]
+    #: The file's own keys, and the lines that they stand on.
+    document: Document
 
 
 def check(path: Path) -> Checked:
     """Read a job file and look at everything that can be seen without starting it."""
-    job = load_job(path)
-    if job.entry is None:
-        return Checked(job=job, path=path, doubts=())
-    doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
-    return Checked(job=job, path=path, doubts=doubts)
+    document = read(path)
+    job = build(JobSpec, document)
+    doubts: tuple[str, ...] = ()
+    if job.entry is not None:
+        doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
+    return Checked(job=job, path=path, doubts=doubts, document=document)
 
 
-def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, RunFile]:
+def make(
+    checked: Checked, *, runs: Path, site: Site, site_file: str | None = None
+) -> tuple[RunDirectory, RunFile]:
     """Make the run, or renew one that was made and never started (a refused submission)."""
     run = RunDirectory.at(runs / checked.job.name)
     # What is refused is refused before anything is made.
-    options(checked.job, site, run)
+    refuse(checked, site, run)
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(checked.job.setup, "setup")
     if run.spec_file.is_file() and not untouched(run):
@@ -49,7 +59,53 @@ def make(checked: Checked, *, runs: Path, site: Site) -> tuple[RunDirectory, Run
             next_step=f"Choose another name in {checked.path}, or go on with it: "
             f"slurm-forge requeue {run.name}",
         )
-    return create_run(checked.job, runs=runs, site=site, submitted_from=Path.cwd())
+    return create_run(
+        checked.job, runs=runs, site=site, submitted_from=Path.cwd(), site_file=site_file
+    )
+
+
+def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:
+    """``ConfigError`` for what the site's rules refuse of a job, with the lines of its file."""
+    lines = asked_options(checked.job, site, run)
+    found = findings(asked_of(checked.job, site, lines), site)
+    errors = [each for each in found if each.severity is Severity.ERROR]
+    if not errors:
+        return
+    places = [_line(checked, each.option) for each in errors]
+    more = [
+        str(ConfigError(each.message, path=checked.path, line=line))
+        for each, line in zip(errors[1:], places[1:], strict=True)
+    ]
+    raise ConfigError(
+        "\n".join([errors[0].message, *more]),
+        path=checked.path,
+        line=places[0],
+        next_step=errors[0].advice,
+    )
+
+
+def place_of(checked: Checked) -> Callable[[str], str]:
+    """Gives the ``FILE:LINE`` that asks for an sbatch option; empty where none does."""
+
+    def place(option: str) -> str:
+        key = _key_there(checked, option)
+        return "" if key is None else f"{checked.path}:{checked.document.line_of(key)}"
+
+    return place
+
+
+def _line(checked: Checked, option: str | None) -> int | None:
+    """The line of the key; of a key that is missing, the line of the section that it belongs to."""
+    key = None if option is None else _key_there(checked, option) or key_of_option(option)
+    return None if key is None else checked.document.line_of(key)
+
+
+def _key_there(checked: Checked, option: str) -> tuple[str, ...] | None:
+    gpus = ("gpus-per-node", "gpus-per-task", "gpus", "gres")
+    for each in gpus if option in gpus else (option,):
+        if (key := key_of_option(each)) in checked.document.lines:
+            return key
+    return None
 
 
 def keep_script(run: RunDirectory, text: str) -> Path:

@@ -56,7 +56,11 @@ def probe(
     --nodes.  Of a running job nothing is asked that would disturb it: no GPU is computed on.
     Exit status: 0 all fine, 1 something is bad, 2 it could not be looked at.
 
-    Example:  slurm-forge probe --job 8812301
+    \b
+    Examples:
+      slurm-forge probe --local 2
+      slurm-forge probe --job 8812301
+      slurm-forge probe --nodes 4 --partition long --strike
     """
     from slurm_forge.cli.probe_text import probe_json, probe_text
     from slurm_forge.errors import ConfigError

@@ -40,7 +40,11 @@ def run(
     its next step and stop; once more ends it at once.  Exit status 0: it is finished.
     1: it was held, stopped or failed, and explain says why.  130, 143: ended by a signal.
 
-    Example:  slurm-forge run train.yaml --ranks 2
+    \b
+    Examples:
+      slurm-forge run train.yaml
+      slurm-forge run train.yaml --ranks 2 --runs tried
+      slurm-forge run train.yaml --inject nan@120,kill@350:rank0
     """
     from slurm_forge.cli.failing import INTERRUPTED
     from slurm_forge.cli.places import reference

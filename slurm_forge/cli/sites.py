@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli import sites_check
+from slurm_forge.cli.completing import site_names
+
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces
 
@@ -74,11 +77,18 @@ class SiteShown:
     unknown: tuple[str, ...]
 
 
+app.command()(sites_check.check)
+app.command()(sites_check.schema)
+
+
 @app.command("list")
 def list_(json: AsJson = False) -> None:
     """A line for every site file.
 
-    Example:  slurm-forge sites list
+    \b
+    Examples:
+      slurm-forge sites list
+      slurm-forge sites list --json
     """
     from slurm_forge.cli.places import from_here, site_places
     from slurm_forge.errors import ForgeError
@@ -123,6 +133,7 @@ def show(
             metavar="[NAME|FILE]",
             help="The site; without it SLURM_FORGE_SITE, else the one that this cluster is.",
             show_default=False,
+            autocompletion=site_names,
         ),
     ] = None,
     origin: Annotated[
@@ -134,7 +145,10 @@ def show(
 
     What your environment has instead of the site's variables is told beside them: yours wins.
 
-    Example:  slurm-forge sites show mycluster --origin
+    \b
+    Examples:
+      slurm-forge sites show
+      slurm-forge sites show mycluster --origin
     """
     from slurm_forge.cli.places import from_here, site_places
     from slurm_forge.report.encoding import to_json
@@ -187,7 +201,7 @@ def _values(loaded: LoadedSite) -> tuple[ValueShown, ...]:
             here[f"env.always.{each.name}"] = f"(your environment has {each.found}, which wins)"
     return tuple(
         ValueShown(key=each.key, value=each.value, line=each.line, here=here.get(each.key, ""))
-        for each in values_of(loaded.site, loaded.document)
+        for each in values_of(loaded.site, loaded.document, loaded.cluster)
     )
 
 

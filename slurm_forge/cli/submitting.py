@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import site_names
 from slurm_forge.cli.rehearsing import Inject
 
 if TYPE_CHECKING:
@@ -21,7 +23,10 @@ Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 SiteName = Annotated[
     str | None,
     typer.Option(
-        "--site", metavar="NAME|FILE", help="Site (SLURM_FORGE_SITE, else what Slurm is called)."
+        "--site",
+        metavar="NAME|FILE",
+        help="Site (SLURM_FORGE_SITE, else what Slurm is called).",
+        autocompletion=site_names,
     ),
 ]
 Runs = Annotated[
@@ -51,6 +56,7 @@ class _Chosen:
     default_partition: str | None
     cluster: str | None = None
     partitions: tuple[PartitionRecord, ...] = ()
+    named_file: str | None = None
 
 
 def submit(
@@ -62,7 +68,11 @@ def submit(
 ) -> None:
     """Check a job, make its run, hand it to Slurm.
 
-    Example:  slurm-forge submit train.yaml --site mycluster
+    \b
+    Examples:
+      slurm-forge submit train.yaml
+      slurm-forge submit train.yaml --site generic
+      slurm-forge submit train.yaml --inject term@100:rank0
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.errors import ForgeError, SlurmUnreachableError
@@ -103,17 +113,21 @@ def _submit(
 ) -> tuple[Submission, str]:
     from slurm_forge.cli.left_out import left_out
     from slurm_forge.cli.places import reference, runs_folder
-    from slurm_forge.cli.preparing import check, make
+    from slurm_forge.cli.preparing import check, make, place_of, refuse
     from slurm_forge.cli.rehearsing import rehearsed
+    from slurm_forge.launch.script import asked_options
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.launch.variables import warnings
     from slurm_forge.report.outlook import outlook
+    from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
 
     checked = check(path)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, need_slurm=True)
+    place = RunDirectory.at(runs_folder(runs) / checked.job.name)
+    refuse(checked, chosen.site, place)
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
@@ -124,13 +138,16 @@ def _submit(
             chosen.site,
             default_partition=chosen.default_partition,
             storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
+            machine=os.uname().machine,
+            options=asked_options(checked.job, chosen.site, place),
+            where=place_of(checked),
         ),
         *out.notes,
     )
     if not quiet:
         for note in notes:
             typer.echo(note)
-    run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+    run, file = make(checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file)
     job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
     submission = Submission(
         run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
@@ -155,7 +172,10 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     The script starts the run, so the run's folder is made, as submit does; rendering again
     renews it as long as the run has never been started.
 
-    Example:  slurm-forge render train.yaml | sbatch
+    \b
+    Examples:
+      slurm-forge render train.yaml
+      slurm-forge render train.yaml | sbatch
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.cli.places import runs_folder
@@ -169,7 +189,9 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     try:
         checked = check(job)
         chosen = _choose(site, SubprocessSlurm.of_this_process(), need_slurm=False)
-        run, file = make(checked, runs=runs_folder(runs), site=chosen.site)
+        run, file = make(
+            checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file
+        )
         notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
         text = script_of(file, chosen.site, run)
         keep_script(run, text)
@@ -208,7 +230,8 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         if need_slurm:
             raise
         loaded = places.load(wanted)
-        return _Chosen(loaded.site, loaded.because, None)
+        named = places.named_file(wanted)
+        return _Chosen(loaded.site, loaded.because, None, named_file=named)
     loaded = places.load(wanted, cluster_name=config.cluster_name)
     default = next((one.name for one in partitions if one.is_default), None)
     return _Chosen(
@@ -217,4 +240,5 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         default_partition=default,
         cluster=config.cluster_name,
         partitions=partitions,
+        named_file=places.named_file(wanted),
     )

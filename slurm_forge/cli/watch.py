@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slurm_forge.cli.completing import run_names
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,7 +34,9 @@ def watch(
     run: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="Names or folders of runs; without any, all in the folder of runs."
+            metavar="RUN",
+            help="Names or folders of runs; without any, all in the folder of runs.",
+            autocompletion=run_names,
         ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="One look, for cron; then leave.")] = False,
@@ -60,7 +64,11 @@ def watch(
     Requeues that Slurm did not answer are carried out.  One question to Slurm for all runs.
     With --once, exit status 1: something new needs a person; 2: it could not look.
 
-    Example:  slurm-forge watch --once --hook ~/bin/tell-me
+    \b
+    Examples:
+      slurm-forge watch
+      slurm-forge watch --once --hook ~/bin/tell-me
+      slurm-forge watch tiny-gpt --every 5m --restart
     """
     from slurm_forge.cli.failing import FAILED
     from slurm_forge.cli.places import (

@@ -17,7 +17,7 @@ class Paced(Message):
     ``own_s`` is what it needed by itself until it handed over to the first collective (0 where that
     can't be told), ``spread_s`` half the distance between the quartiles of that, ``wait_s`` the
     rest of the step.  ``trial_s`` is a fixed piece of work that was tried since (0: none was).
-    ``starved`` is the share of its main thread's time in which that could run and got no processor,
+    ``starved`` is the share of the time in which its main thread could run and got no processor,
     ``throttled`` how often its control group was held back (both -1 where nobody says).
     """
 

@@ -148,6 +148,11 @@ def advance(state: RunState, record: Record) -> RunState:
                 open_intent=None,
                 job=event.successor or event.job,
             )
+        case ev.Held() if state.status is RunStatus.RUNNING:
+            # Nobody has decided that: it would have come back, and must not by itself.
+            return replace(
+                state, held=event, open_intent=None, status=RunStatus.HELD, reason=event.reason
+            )
         case ev.Held():
             return replace(state, held=event, open_intent=None)
         case ev.RequeueFailed() if state.held is not None and _HOLD in event.method:

@@ -9,7 +9,7 @@ from typing import Any
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.entry_check import check_entry, require_arguments
 from slurm_forge.launch.leaving import leaving_now
-from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.sites import find_site, site_places
 from slurm_forge.launch.submission import create_run, entry_of, submit_script
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
@@ -40,7 +40,13 @@ def submit(
         require_arguments(train, list(job.args))
     client = slurm or SubprocessSlurm.of_this_process()
     chosen = find_site(site, client)
-    run, file = create_run(job, runs=Path(runs), site=chosen, submitted_from=Path.cwd())
+    run, file = create_run(
+        job,
+        runs=Path(runs),
+        site=chosen,
+        submitted_from=Path.cwd(),
+        site_file=site_places().named_file(site),
+    )
     left_out = leaving_now(client, job, chosen, Knobs.from_environ(process_environ()))
     exclude = left_out.exclude if left_out.nodes else ()
     submit_script(run, file, chosen, client, exclude=exclude)

@@ -134,6 +134,7 @@ def bring_back(
             journal=journal,
             fence=fence,
             patience=_PATIENCE,
+            only_hold=file.only_hold,
         )
 
         def soon() -> timedelta | None:

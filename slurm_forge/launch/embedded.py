@@ -234,6 +234,7 @@ class Embedded:
             journal=self._attempt.journal,
             fence=self._attempt.fence,
             patience=self._attempt.file.job.recovery.limits.controller_patience,
+            only_hold=self._attempt.file.only_hold,
         )
 
     def _wait(self, seconds: float) -> None:

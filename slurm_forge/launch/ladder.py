@@ -72,7 +72,7 @@ class Ladder:
 
     ``restart_count`` is that of the start we are in.  ``patience`` is how long a controller that
     does not answer is asked again.  ``successor`` is one that an earlier start of this job has
-    submitted.
+    submitted.  ``only_hold`` says why the job must not come back by itself: it is held instead.
     """
 
     def __init__(
@@ -88,8 +88,10 @@ class Ladder:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         patience: timedelta = PATIENCE,
+        only_hold: str | None = None,
     ) -> None:
         self._slurm = slurm
+        self._only_hold = only_hold
         self._job = job
         self._script = script
         self._journal = journal
@@ -123,6 +125,8 @@ class Ladder:
         meanwhile is left alone.  ``soon`` says how far ahead it may start instead of after Slurm's
         own delay: past the end of all that runs in it.  It is asked once the job is requeued.
         """
+        if self._only_hold is not None:
+            return self.hold(f"{self._only_hold} ({reason})")
         self._back = None
         self._soon = soon
         self._check_fence()

@@ -19,6 +19,7 @@ from slurm_forge.knobs import Knobs, mark_of_run
 from slurm_forge.launch.attempt import Attempt
 from slurm_forge.launch.convention import forwarding
 from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.master import master_address
 from slurm_forge.launch.newest import find_matches, incomplete, newest
 from slurm_forge.launch.process_tree import read_marked
 from slurm_forge.launch.program_conductor import ProgramConductor
@@ -113,7 +114,11 @@ class Starts:
                 file,
                 self._variables,
                 state.plan,
-                first_node=nodes[0] if nodes else None,
+                master=master_address(
+                    file,
+                    nodes[0] if nodes else None,
+                    this_node=None if environment is None else environment.node_name,
+                ),
                 interfaces=interfaces(),
             )
             variables.update(knobs.to_environ())

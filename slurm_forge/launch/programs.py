@@ -126,15 +126,25 @@ def _check_job_name(text: str) -> None:
         ) from None
 
 
-def open_run(job: JobSpec, *, runs: Path, site: Site, folder: Path) -> tuple[RunDirectory, RunFile]:
+def open_run(
+    job: JobSpec, *, runs: Path, site: Site, folder: Path, partition: str | None = None
+) -> tuple[RunDirectory, RunFile]:
     """Make the run, or go on with the one of that name, whose command may have been changed.
 
+    ``partition`` is the one that the Slurm job is in.
     ``ConfigError`` where the name is that of another kind of run, or of one that is finished and
     was begun with another command.
     """
     run = RunDirectory.at(runs / job.name)
     if not run.spec_file.is_file() or untouched(run):
-        return create_run(job, runs=runs, site=site, submitted_from=folder, python=sys.executable)
+        return create_run(
+            job,
+            runs=runs,
+            site=site,
+            submitted_from=folder,
+            python=sys.executable,
+            partition=partition,
+        )
     file = read_run_file(run.spec_file)
     if file.job.entry is not None:
         raise ConfigError(

@@ -11,16 +11,19 @@ from pathlib import Path
 import jinja2
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.gpu_options import gpu_options
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
+from slurm_forge.site.rules import refused
 from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.units import format_memory, format_slurm_duration
 
 __all__ = [
+    "asked_options",
     "guard_lines",
     "leave_out",
     "options",
@@ -52,8 +55,21 @@ def template_folder() -> Path:
 
 
 def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
-    """The ``#SBATCH`` options, one per line, in a fixed order."""
+    """The ``#SBATCH`` options, one per line, in a fixed order.
+
+    ``ConfigError`` for what can't be an option, and for what the site refuses or misses.
+    """
+    lines = asked_options(job, site, run)
+    found = refused(lines, site)
+    if found is not None:
+        raise ConfigError(found.message, next_step=found.advice)
+    return lines
+
+
+def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
+    """As ``options``, whatever the site thinks of them."""
     wanted = job.resources
+    gpus = gpu_options(wanted, site)
     limit = wanted.time
     warn = limit is not None and limit >= _SIGNAL_FROM
     lead = int(lead_time(job, limit).total_seconds())
@@ -62,17 +78,18 @@ def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
         ("nodes", wanted.allocation),
         ("ntasks-per-node", wanted.tasks_per_node),
         ("cpus-per-task", wanted.cpus_per_task),
-        ("gpus-per-node", wanted.gpus_per_node),
-        ("gpus-per-task", wanted.gpus_per_task),
+        ("gpus-per-node", gpus.per_node),
+        ("gpus-per-task", gpus.per_task),
+        ("gpus", gpus.total),
         ("mem", None if wanted.mem is None else format_memory(wanted.mem)),
         ("time", None if limit is None else format_slurm_duration(limit)),
         ("partition", wanted.partition),
         ("account", wanted.account),
         ("qos", wanted.qos),
-        ("constraint", wanted.constraint),
+        ("constraint", gpus.constraint),
         ("exclude", wanted.exclude),
         ("nodelist", wanted.nodelist),
-        ("gres", wanted.gres),
+        ("gres", gpus.gres),
         ("reservation", wanted.reservation),
         ("signal", f"USR2@{lead}" if warn else None),
         ("requeue", ""),
@@ -89,13 +106,6 @@ def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
         line = f"--{name}" if value == "" else f"--{name}={_quoted(name, str(value))}"
         lines.append(_checked(line))
     lines += [_checked(option) for option in site.sbatch_options]
-    for rejected in site.rejected_options:
-        for line in lines:
-            if line.split("=")[0] == rejected.split("=")[0]:
-                raise ConfigError(
-                    f"{site.name} refuses the option {rejected}",
-                    next_step="Ask for it in the site's way; see slurm-forge sites show.",
-                )
     return tuple(lines)
 
 
@@ -164,12 +174,19 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
         .render(
             options=options(file.job, site, run),
             env=file.env,
-            setup=(*site.setup, *file.job.setup),
+            setup=(*_modules(file.job, site), *site.setup, *file.job.setup),
             python=file.python,
             submissions=str(run.submissions),
             command=shlex.join(command),
         )
     )
+
+
+def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
+    """Commands that load what the site, and its partition, want loaded."""
+    facts = site.facts(job.resources.partition, job.resources.qos)
+    wanted = dict.fromkeys((*site.modules, *facts.modules))
+    return (f"module load {shlex.join(wanted)}",) if wanted else ()
 
 
 def guard_lines(submissions: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.knobs import Knobs
+from slurm_forge.site.detection import Surroundings
 from slurm_forge.site.loading import SitePlaces, packaged_folder
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 
-__all__ = ["find_site"]
+__all__ = ["find_site", "site_places"]
 
 #: sbatch is asked next: who does not answer this will not take a job either.
 _PATIENCE = timedelta(seconds=10)
@@ -23,15 +25,21 @@ def find_site(wanted: str | None = None, slurm: Slurm | None = None) -> Site:
 
     The ClusterName is that of the job that this process is in, else what ``slurm`` says.
     """
-    environ = process_environ()
-    places = SitePlaces(
-        packaged=packaged_folder(),
-        user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
-        knob=Knobs.from_environ(environ).site,
-    )
+    places = site_places()
     if wanted is not None or places.knob is not None:
         return places.load(wanted).site
     return places.load(cluster_name=_cluster(slurm)).site
+
+
+def site_places() -> SitePlaces:
+    """Where site files are looked for, and what tells this process which one is meant."""
+    environ = process_environ()
+    return SitePlaces(
+        packaged=packaged_folder(),
+        user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
+        knob=Knobs.from_environ(environ).site,
+        here=Surroundings.of(environ, os.uname().nodename or None),
+    )
 
 
 def _cluster(slurm: Slurm | None) -> str | None:

@@ -64,20 +64,34 @@ def entry_of(function: Callable[..., Any]) -> str:
 
 
 def create_run(
-    job: JobSpec, *, runs: Path, site: Site, submitted_from: Path, python: str | None = None
+    job: JobSpec,
+    *,
+    runs: Path,
+    site: Site,
+    submitted_from: Path,
+    python: str | None = None,
+    partition: str | None = None,
+    qos: str | None = None,
+    site_file: str | None = None,
 ) -> tuple[RunDirectory, RunFile]:
-    """Make the run directory ``runs/<name>`` with its ``run.yaml``; refuses one that has begun."""
+    """Make the run directory ``runs/<name>`` with its ``run.yaml``; refuses one that has begun.
+
+    ``partition`` and ``qos`` are those of its job where ``job`` does not say; ``site_file`` is
+    that of a site which was given by its path.
+    """
     run = RunDirectory.at(runs / job.name)
     storage = storage_at(site, run.path, process_environ())
     interface = site.socket_interface
     through = {} if interface is None else {NCCL_INTERFACE: interface}
-    facts = site.facts(job.resources.partition, job.resources.qos)
+    facts = site.facts(job.resources.partition or partition, job.resources.qos or qos)
     file = RunFile(
         submitted_from=str(submitted_from.absolute()),
         python=python or site.python or sys.executable,
         site=site.name,
+        site_file=site_file,
         socket_interface=interface,
         host_suffix=site.host_suffix,
+        master_address=site.master_address,
         env={**through, **site.env.always},
         on_hang=dict(site.env.on_hang),
         never=dict(site.env.never),
@@ -86,6 +100,7 @@ def create_run(
         purge_after=None if storage is None else storage.purge_after,
         purge_basis=None if storage is None else storage.purge_basis,
         shorten_requeue=site.shorten_requeue,
+        self_requeue_allowed=facts.self_requeue_allowed is not False,
         node_ledger=site.node_ledger,
         job=job,
     )

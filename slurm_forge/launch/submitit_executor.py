@@ -24,7 +24,7 @@ from slurm_forge.errors import SubmissionError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.launch.entry_check import require_arguments
-from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.sites import find_site, site_places
 from slurm_forge.launch.submission import (
     create_run,
     entry_of,
@@ -36,10 +36,11 @@ from slurm_forge.launch.submission import (
 from slurm_forge.launch.submitit_handle import RunHandle
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.launch.submitit_names import accept_slurm_names
-from slurm_forge.launch.submitit_script import Array, Successor, batch_script
+from slurm_forge.launch.submitit_script import Array, Successor, batch_script, directives
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
+from slurm_forge.site.rules import refused
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
@@ -160,6 +161,9 @@ class ForgeExecutor(SlurmExecutor):
             site=self._site(),
             submitted_from=Path.cwd(),
             python=sys.executable,
+            partition=parameters.get("partition"),
+            qos=parameters.get("qos"),
+            site_file=site_places().named_file(None),
         )
         delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run
@@ -231,7 +235,7 @@ class ForgeExecutor(SlurmExecutor):
         return self._script(self._subject, self.folder)
 
     def _script(self, subject: Path | Array | Successor, folder: Path) -> str:
-        return batch_script(
+        text = batch_script(
             subject,
             folder,
             self.python,
@@ -239,6 +243,11 @@ class ForgeExecutor(SlurmExecutor):
             spares=self._room.spares,
             outlives_nodes=self._room.outlives_nodes,
         )
+        # A run that was made elsewhere has been looked at there.
+        found = None if self._found is None else refused(directives(text), self._found)
+        if found is not None:
+            raise SubmissionError(found.message, next_step=found.advice)
+        return text
 
 
 accept_slurm_names()

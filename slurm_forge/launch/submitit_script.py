@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ from slurm_forge.launch.script import (
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.units import parse_slurm_duration
 
-__all__ = ["Array", "Successor", "batch_script"]
+__all__ = ["Array", "Successor", "batch_script", "directives"]
 
 #: Below this limit Slurm's early warning would cost a large part of every attempt; the supervisor
 #: watches the clock itself.
@@ -115,6 +116,11 @@ def batch_script(
         for line in lines
         if warned or not line.startswith("#SBATCH --signal=")
     )
+
+
+def directives(script: str) -> tuple[str, ...]:
+    """The options that a script has for sbatch."""
+    return tuple(re.findall(r"^#SBATCH +(--?[A-Za-z].*?) *$", script, re.MULTILINE))
 
 
 def _submitits(command: str, folder: Path, setup: list[str], parameters: dict[str, Any]) -> str:

@@ -55,17 +55,18 @@ def for_command(
     own: Mapping[str, str],
     plan: RecoveryPlan,
     *,
-    first_node: str | None,
+    master: str | None,
     interfaces: tuple[str, ...],
 ) -> dict[str, str]:
     """The environment for a command that knows nothing of us, and starts its ranks itself.
 
-    Where the site names its fast network, torchrun's ``MASTER_ADDR`` is the first node there, and
-    gloo is told the interface, in both cases only if the person has not said it.
+    ``master`` is what the site has torchrun's ``MASTER_ADDR`` be (``launch.master``).  Where the
+    site names its fast network gloo is told the interface.  In both cases only if the person has
+    not said it.
     """
     found = settled(file.env, own, file.job.env, plan.variables)
-    if file.host_suffix is not None and first_node is not None:
-        found.setdefault(_MASTER, first_node + file.host_suffix)
+    if master is not None:
+        found.setdefault(_MASTER, master)
     if file.socket_interface is not None and GLOO_INTERFACE not in found:
         # Its ranks run on other nodes, too: only a name that is whole is the same on all of them.
         name = interface_of(file.socket_interface, interfaces)

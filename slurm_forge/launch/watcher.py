@@ -240,7 +240,7 @@ class Watcher:
             return None
 
         file = read_run_file(run.spec_file)
-        site = self._site_of(file.site)
+        site = self._site_of(file.site_file or file.site)
         return bring_back(run, self._slurm, site=site, file=file, unless=unless)
 
 

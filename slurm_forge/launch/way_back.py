@@ -39,6 +39,7 @@ def way_back(
         fence=attempt.fence,
         successor=attempt.state().successor_of(job),
         patience=attempt.file.job.recovery.limits.controller_patience,
+        only_hold=attempt.file.only_hold,
     )
     return ComingBack(
         attempt,

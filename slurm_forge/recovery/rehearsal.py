@@ -25,6 +25,8 @@ __all__ = ["Act", "Assumed", "Further", "Rehearsal", "rehearse"]
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: All ranks stop and save before these end the attempt: the next one is further on.
 _WITH_SAVE = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
+#: The launch goes on with them, until something is decided.
+_GOES_ON = INSTABILITY | {Cause.STRAGGLER}
 _NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM, Action.RAISE_TIME, Action.FEWER_NODES})
 #: How many more incidents are tried to see where it ends; a ladder that goes on then has no end.
 _FAR = 200
@@ -145,7 +147,7 @@ class _Stage:
             room=self._room(incident),
             on_hang=self._assumed.on_hang,
             now=self._now,
-            in_process=cause in INSTABILITY,
+            in_process=cause in _GOES_ON,
         )
         self._tell(ev.DecisionTaken(decision=decision))
         act = Act(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
 
@@ -44,8 +44,8 @@ _LEAST = 1e-3
 _QUEUED = 6
 #: Windows of a row that count, an hour at shipped settings: who has more to do has it for weeks.
 _KEPT = 240
-#: So many windows a trial is waited for.
-_PATIENCE = 24
+#: Whoever has been slow for so many windows has had more to do for long.
+_LONG = 24
 #: Above so many hosts the median of all is as good as that of all others.
 _MANY_HOSTS = 8
 
@@ -88,8 +88,8 @@ class Straggler:
 
     ``factor``: of their own part of a step (0 where that can't be told), ``trial``: of the trial (0
     where there was none).  ``lost_s`` is what all others wait longer for them, per step.
-    ``queued`` is the share of the time that processors were kept from it beyond what the others
-    lack, ``throttled`` how often its control group was held back; -1 where nobody says.
+    ``queued`` is the share of its part in which it got no processor, beyond what the others lack,
+    ``throttled`` how often its control group was held back; -1 where nobody says.
     """
 
     host: str
@@ -131,8 +131,8 @@ class _Row:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that were in nearly all of them: windows of two ranks do not begin together."""
-        least = self.windows - max(1, self.windows // 4)
+        """Ranks that were in half of them: windows of two ranks do not begin together."""
+        least = self.windows / 2
         return tuple(sorted(rank for rank, count in self.ranks.items() if count >= least))
 
 
@@ -201,7 +201,7 @@ class Straggling:
             slow = {}
         for host in hosts:
             if host in self._named:
-                found += self._go_on(host, slow.get(host, []), own)
+                found += self._go_on(host, slow.get(host, []), hosts, own, told=told)
             elif host in slow:
                 found += self._add(host, slow[host], hosts, own, told=told)
             else:
@@ -273,6 +273,12 @@ class Straggling:
         straggler = self._judge(host, row, hosts, told=told)
         if straggler is None:
             return []
+        before = self._named.get(host)
+        if before is not None:
+            if not straggler.why.of_node:
+                return []  # as has been said
+            before.straggler = replace(straggler, since_step=before.straggler.since_step)
+            return [before.straggler]
         del self._rows[host]
         lost = row.steps * straggler.lost_s
         self._named[host] = _Named(straggler, steps=row.steps, lost_s=lost)
@@ -294,7 +300,7 @@ class Straggling:
             why = Why.NODE
         elif self._explains(kept, factor):
             why = Why.STARVED
-        elif row.trials >= _NEW_TRIALS or row.windows >= _PATIENCE:
+        elif row.trials >= _NEW_TRIALS and self._tries_well(row, hosts, factor):
             why = Why.WORK if self._is_new(row, factor) else None
         if why is None:
             return None
@@ -327,11 +333,20 @@ class Straggling:
             if rank not in rest or rest[rank].middle <= 0:
                 continue
             # The best of its newest ones: a neighbour that gets in the way once is no evidence.
-            many = _TRIALS if row.windows <= _PATIENCE else _MANY_TRIALS
+            many = _TRIALS if row.windows <= _LONG else _MANY_TRIALS
             least, others = min(self._newest(rank, many)), rest[rank]
             surely = least - others.middle > _SPREADS * others.spread
             found.append(least / others.middle if surely else min(1.0, least / others.middle))
         return median(found) if found else 0.0
+
+    def _tries_well(self, row: _Row, hosts: Mapping[str, list[Reading]], factor: float) -> bool:
+        """Whether the trial says that the node is as fast: not where it says nothing clear."""
+        rest = _others(hosts, {rank: self.trial(rank) for rank in self._trials})
+        tried = [r for r in row.members if r in rest and rest[r].middle > 0]
+        usual = 1 + (1 - _EXPLAINS) * (factor - 1)
+        return bool(tried) and all(
+            self.trial(r) < min(self._exit, usual) * rest[r].middle for r in tried
+        )
 
     def _queued(
         self, members: Sequence[Reading], hosts: Mapping[str, list[Reading]]
@@ -341,20 +356,32 @@ class Straggling:
             hosts,
             {r.rank: r.starved for on_it in hosts.values() for r in on_it if r.starved >= 0},
         )
-        more = [
-            (1 - rest[r.rank].middle) / max(_LEAST, 1 - r.starved)
-            for r in members
-            if r.rank in rest and r.starved >= 0
-        ]
-        return median(more) if more else None
+        found = []
+        for each in members:
+            if each.rank not in rest or each.starved < 0 or each.own_s <= 0:
+                continue
+            # Per step, all of which are as long for everybody: they wait for each other.
+            more = (each.starved - rest[each.rank].middle) * (each.own_s + each.wait_s)
+            found.append(each.own_s / max(_LEAST * each.own_s, each.own_s - max(0.0, more)))
+        return median(found) if found else None
 
     # -- who has been told of ------------------------------------------------------------------
 
     def _go_on(
-        self, host: str, slow: list[Reading], own: Mapping[int, _Rest]
+        self,
+        host: str,
+        slow: list[Reading],
+        hosts: Mapping[str, list[Reading]],
+        own: Mapping[int, _Rest],
+        *,
+        told: bool,
     ) -> list[Straggler | Over]:
         named = self._named[host]
         if slow:
+            if not named.straggler.why.of_node:  # it may turn out to be the node all the same
+                found = self._add(host, slow, hosts, own, told=told)
+                if found:
+                    return found
             named.well = 0
             steps = min(each.count for each in slow)
             named.steps += steps
@@ -362,6 +389,7 @@ class Straggling:
             named.lost_s += steps * max(more, default=0.0)
             return []
         named.well += 1
+        self._rows.pop(host, None)
         if named.well < _OVER:
             return []
         del self._named[host]
@@ -400,7 +428,7 @@ def in_words(slow: Straggler) -> str:
         case Why.NODE:
             why = f"the node itself (the same work takes {slow.trial:.2f}x as long there)"
         case Why.STARVED:
-            why = f"its processors are kept from it for {100 * slow.queued:.0f} % of the time"
+            why = f"its processors are kept from it for {100 * slow.queued:.0f} % of its part"
             if slow.throttled > 0:
                 why += " (its control group is held back: a processor quota)"
         case Why.WORK:

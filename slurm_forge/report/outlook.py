@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from slurm_forge.launch.asking import asked_of
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.recovery.interval import FIRST
 from slurm_forge.report.purge import PurgeRule, purge_outlook
 from slurm_forge.report.text import clean
-from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site, Storage
+from slurm_forge.site.model import Preemption, PreemptionMode, Site, Storage
+from slurm_forge.site.rules import Finding, Severity, findings
 from slurm_forge.spec import JobSpec
-from slurm_forge.units import format_duration
+from slurm_forge.units import words_for_duration
 
 __all__ = ["outlook"]
 
@@ -22,11 +24,15 @@ def outlook(
     *,
     default_partition: str | None = None,
     storage: Storage | None = None,
+    machine: str | None = None,
+    options: Sequence[str] = (),
+    where: Callable[[str], str] | None = None,
 ) -> tuple[str, ...]:
     """Sentences about preemption, the time limit and checkpoints; only what is known.
 
     ``default_partition`` is where Slurm puts a job that names none, ``storage`` what the run lies
-    on.
+    on, ``machine`` what its interpreter is for, ``options`` what sbatch is given.  ``where`` gives
+    the place in the job file of an sbatch option, empty where it is not there.
     """
     wanted = job.resources
     names: list[str | None] = [p for p in (wanted.partition or "").split(",") if p]
@@ -35,8 +41,16 @@ def outlook(
         facts = site.facts(name, wanted.qos)
         place = _place(site, name, wanted.qos)
         lines.append(f"{place}: {_preemption(facts.preemption, job)}")
-        lines += _refusals(job, facts, place)
-    lines += _site_wide(job, site)
+    asked = asked_of(job, site, options, default_partition=default_partition, machine=machine)
+    # What is an error is told where the job is refused.
+    lines += [
+        _told(each, where) for each in findings(asked, site) if each.severity is not Severity.ERROR
+    ]
+    if site.requeue_delay:
+        lines.append(
+            f"a requeued job can start again after {words_for_duration(site.requeue_delay)} at the "
+            "earliest."
+        )
     if storage is not None and storage.purge_after is not None:
         lines.append(purge_outlook(PurgeRule(storage.purge_after, storage.purge_basis or "")))
     lines.append(f"{_time_limit(job, site, names or [default_partition])}{_saves(job)}.")
@@ -74,7 +88,7 @@ def _preemption(known: Preemption, job: JobSpec) -> str:
                 "or a successor job submitted where Slurm refuses that."
             )
     if known.exempt:
-        told += f" Not before a job has run for {_words(known.exempt)}."
+        told += f" Not before a job has run for {words_for_duration(known.exempt)}."
     return told
 
 
@@ -83,37 +97,16 @@ def _notice(known: Preemption, job: JobSpec) -> str:
         return "after a notice of unknown length"
     if known.grace == timedelta(0):
         return f"without notice (only what was saved stays: {_schedule(job)})"
-    return f"after {_words(known.grace)} of notice"
+    return f"after {words_for_duration(known.grace)} of notice"
 
 
-def _refusals(job: JobSpec, facts: PartitionFacts, place: str) -> Iterator[str]:
-    wanted = job.resources
-    longest = facts.max_time
-    for limit in facts.max_time_by_nodes:
-        if wanted.allocation >= limit.min_nodes and limit.max_time is not None:
-            longest = limit.max_time if longest is None else min(longest, limit.max_time)
-    if wanted.time and longest is not None and wanted.time > longest:
-        yield (
-            f"warning: {place} allows {_words(longest)} at most and the job asks for "
-            f"{_words(wanted.time)}: Slurm will refuse it or never start it."
-        )
-    if facts.max_nodes is not None and wanted.allocation > facts.max_nodes:
-        yield (
-            f"warning: {place} allows {facts.max_nodes} nodes at most and the job asks for "
-            f"{wanted.allocation}: Slurm will refuse it or never start it."
-        )
-    if facts.self_requeue_allowed is False:
-        yield (
-            f"warning: {place} does not let jobs requeue themselves: where Slurm refuses, "
-            "go on with slurm-forge requeue."
-        )
-
-
-def _site_wide(job: JobSpec, site: Site) -> Iterator[str]:
-    if site.account_required and job.resources.account is None:
-        yield f"warning: {clean(site.name, 64)} wants an account (resources.account)."
-    if site.requeue_delay:
-        yield f"a requeued job can start again after {_words(site.requeue_delay)} at the earliest."
+def _told(finding: Finding, where: Callable[[str], str] | None) -> str:
+    """A sentence, and behind it the line of the job file that it is about."""
+    text = clean(finding.message, 400)
+    line = "" if where is None or finding.option is None else where(finding.option)
+    if line:
+        text = f"{text.rstrip('.')} ({line})."
+    return f"warning: {text}" if finding.severity is Severity.WARNING else text
 
 
 def _time_limit(job: JobSpec, site: Site, names: list[str | None]) -> str:
@@ -126,8 +119,8 @@ def _time_limit(job: JobSpec, site: Site, names: list[str | None]) -> str:
     lead = lead_time(job, limit)
     begins = "the program is told" if _keeps_its_own(job) else "the last save begins"
     return (
-        f"{begins} {_words(lead)} before the time limit of {_words(limit)}, "
-        "and the run goes on beyond it in another attempt; "
+        f"{begins} {words_for_duration(lead)} before the time limit of "
+        f"{words_for_duration(limit)}, and the run goes on beyond it in another attempt; "
     )
 
 
@@ -153,22 +146,10 @@ def _schedule(job: JobSpec) -> str:
 def _interval(job: JobSpec) -> str:
     parts = []
     if job.checkpoint.every is not None:
-        parts.append(f"every {_words(job.checkpoint.every)}")
+        parts.append(f"every {words_for_duration(job.checkpoint.every)}")
     if job.checkpoint.automatic:
-        parts.append(f"every {_words(FIRST)} (later as often as it pays)")
+        parts.append(f"every {words_for_duration(FIRST)} (later as often as it pays)")
     if job.checkpoint.every_steps is not None:
         count = job.checkpoint.every_steps
         parts.append("every step" if count == 1 else f"every {count} steps")
     return " and ".join(parts) or "only when the run stops"
-
-
-def _words(value: timedelta) -> str:
-    """Exact, unlike what is measured: ``120 s``, ``30 min``, ``48 h``, ``1h30m``."""
-    seconds = value.total_seconds()
-    if seconds <= 300:
-        return f"{seconds:g} s"
-    for name, size, most in (("d", 86400, 1e9), ("h", 3600, 72), ("min", 60, 100)):
-        count, rest = divmod(seconds, size)
-        if not rest and count <= most and (name != "d" or count > 1):
-            return f"{count:.0f} {name}"
-    return format_duration(value)

@@ -64,7 +64,8 @@ class PaceTelling:
     def hear(self, event: ev.StragglerSeen | ev.StragglerOver | ev.TrendSeen, time: float) -> None:
         """One more record."""
         match event:
-            case ev.StragglerSeen():
+            case ev.StragglerSeen():  # the same again, where more is known of it
+                self.slow = [o for o in self.slow if o.host != event.host or o.over is not None]
                 self.slow.append(_slow(event, time))
             case ev.StragglerOver():
                 self._over(event, time)

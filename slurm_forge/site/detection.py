@@ -3,24 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
+from slurm_forge.site.fields import wholly
 from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 
-__all__ = ["GENERIC", "detect_site", "fill_from_slurm", "preemption_of"]
+__all__ = [
+    "GENERIC",
+    "Found",
+    "Surroundings",
+    "detect_site",
+    "fill_from_slurm",
+    "preemption_of",
+]
 
 #: The site that knows nothing, for clusters that nobody has described.
 GENERIC = "generic"
 
 
-def detect_site(cluster_name: str | None, sites: Iterable[Site]) -> str:
-    """Name of the first site that claims this ClusterName, else ``generic``."""
-    if cluster_name:
-        for site in sites:
-            if cluster_name in site.cluster_names:
-                return site.name
-    return GENERIC
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a process can tell of the cluster that it is on, without executing anything."""
+
+    #: ClusterName, from Slurm or from the environment of a job.
+    cluster_name: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    #: The name of this host, as ``hostname`` prints it.
+    host: str | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], host: str | None) -> Surroundings:
+        """From the environment of a process: inside a job Slurm says the ClusterName there."""
+        return cls(
+            cluster_name=environ.get("SLURM_CLUSTER_NAME") or None, variables=environ, host=host
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A site that was recognised, which of its clusters this is, and by what."""
+
+    name: str
+    cluster: str | None
+    because: str
+
+
+def detect_site(here: Surroundings, sites: Iterable[Site]) -> Found:
+    """The site that claims these surroundings, else ``generic``.
+
+    The ClusterName is Slurm's own word and comes first, then the variables that a site sets, then
+    the name of the host; of several that claim the same, the first.
+    """
+    known = tuple(sites)
+    if here.cluster_name:
+        for site in known:
+            if here.cluster_name in site.cluster_names:
+                because = f"Slurm's ClusterName is {here.cluster_name}"
+                return Found(site.name, here.cluster_name, because)
+    for site in known:
+        for name, values in site.detect.variables.items():
+            if (value := here.variables.get(name)) is not None and value in values:
+                return Found(site.name, value, f"{name} is {value}")
+    if here.host:
+        for site in known:
+            for pattern in site.detect.hosts:
+                if wholly(pattern).fullmatch(here.host):
+                    return Found(site.name, None, f"this host is called {here.host}")
+    if here.cluster_name:
+        return Found(GENERIC, None, f"no site describes ClusterName {here.cluster_name}")
+    return Found(GENERIC, None, "no Slurm")
 
 
 def fill_from_slurm(

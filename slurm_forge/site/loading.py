@@ -1,20 +1,24 @@
 """Finds and reads site files.
 
 The places are, in order: what the command line names, what the knob names, the user's own folder,
-the sites that come with the package.  Nothing is taken from the current directory unless it is
-named: a folder somebody else can write into must not decide what our job script runs.
+the sites that come with the package.  Where none is named, the one that claims this cluster is
+taken (``site.detection``); nothing is executed to find that out.  Nothing is taken from the current
+directory unless it is named: a folder somebody else can write into must not decide what our job
+script runs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_forge.documents import Document, build, nearest, read
-from slurm_forge.errors import ConfigError
-from slurm_forge.site.detection import GENERIC, detect_site
+from slurm_forge.documents.reading import MAX_BYTES
+from slurm_forge.errors import ConfigError, ForgeError
+from slurm_forge.files import read_bounded
+from slurm_forge.site.detection import Surroundings, detect_site
 from slurm_forge.site.model import Site
 
 __all__ = ["LoadedSite", "SitePlaces", "packaged_folder"]
@@ -25,13 +29,25 @@ _SUFFIX = ".yaml"
 
 @dataclass(frozen=True, slots=True)
 class LoadedSite:
-    """A site, the file it was read from, and why that one (for the user to see)."""
+    """A site, the file it was read from, and why that one (for the user to see).
+
+    Where the file describes several clusters, ``site`` holds the facts of this one.
+    """
 
     site: Site
     path: Path
     because: str
     #: The file's own keys, and the lines that they stand on.
     document: Document = field(default_factory=lambda: Document({}), repr=False, compare=False)
+    #: Which one of the clusters that the file describes.
+    cluster: str | None = None
+    #: What the file says, of all its clusters.
+    all_clusters: Site | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def whole(self) -> Site:
+        """What the file says, whichever of its clusters this is."""
+        return self.all_clusters or self.site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +55,13 @@ class SitePlaces:
     """Where site files are looked for.
 
     ``user_folder`` is usually ``~/.config/slurm_forge/sites``; it need not exist.  ``knob`` is
-    what the environment names, a site or a file.
+    what the environment names, a site or a file.  ``here`` is what else tells the cluster.
     """
 
     packaged: Path
     user_folder: Path | None = None
     knob: str | None = None
+    here: Surroundings = field(default_factory=Surroundings)
 
     def load(self, wanted: str | None = None, *, cluster_name: str | None = None) -> LoadedSite:
         """The site that is ``wanted`` (a name or a file), else the knob's, else the detected one.
@@ -52,15 +69,22 @@ class SitePlaces:
         Raises ``ConfigError`` for an unknown name or a mistake in the file, ``UnsafeFileError``
         for a file outside the package that others can write.
         """
+        here = self.here if not cluster_name else replace(self.here, cluster_name=cluster_name)
         if wanted is not None:
-            return self._named(wanted, "it was asked for")
+            return self._named(wanted, "it was asked for", here)
         if self.knob is not None:
-            return self._named(self.knob, "SLURM_FORGE_SITE names it")
-        name = detect_site(cluster_name, (self._read(path)[0] for path in self._files()))
-        if name != GENERIC:
-            return self._named(name, f"Slurm's ClusterName is {cluster_name}")
-        because = f"no site describes ClusterName {cluster_name}" if cluster_name else "no Slurm"
-        return self._named(GENERIC, because)
+            return self._named(self.knob, "SLURM_FORGE_SITE names it", here)
+        claiming = (path for path in self._files() if _may_claim(path, here))
+        found = detect_site(here, (self._read(path)[0] for path in claiming))
+        return self._named(found.name, found.because, here)
+
+    def named_file(self, wanted: str | None) -> str | None:
+        """The file, from ``/`` on, that ``wanted`` or the knob names by its path; None for names.
+
+        A run keeps it: it is not found by the name in it.
+        """
+        given = self.knob if wanted is None else wanted
+        return str(Path(given).absolute()) if given is not None and _is_path(given) else None
 
     def names(self) -> tuple[str, ...]:
         """Names of all sites that can be found, sorted."""
@@ -70,23 +94,24 @@ class SitePlaces:
         """All files that are looked into, those that come first in force first."""
         return tuple(self._files())
 
-    def _loaded(self, path: Path, because: str) -> LoadedSite:
-        site, document = self._read(path)
-        return LoadedSite(site, path, because, document)
-
-    def _named(self, wanted: str, because: str) -> LoadedSite:
-        if "/" in wanted or wanted.endswith(_SUFFIX):
-            path = Path(wanted)
-            return self._loaded(path, because)
-        for path in self._files():
-            if path.stem == wanted:
-                return self._loaded(path, because)
+    def _named(self, wanted: str, because: str, here: Surroundings) -> LoadedSite:
+        for path in self._called(wanted):
+            site, document = self._read(path)
+            cluster = detect_site(here, (site,)).cluster
+            cluster = cluster if cluster in site.clusters else None
+            return LoadedSite(site.on(cluster), path, because, document, cluster, site)
         known = self.names()
         close = nearest(wanted, known)
         raise ConfigError(
             f"there is no site {wanted[:64]!r}" + (f' (did you mean "{close}"?)' if close else ""),
             next_step=f"Known sites: {', '.join(known)}. For a file of your own, give its path.",
         )
+
+    def _called(self, wanted: str) -> Iterator[Path]:
+        if _is_path(wanted):
+            yield Path(wanted)
+        else:
+            yield from (path for path in self._files() if path.stem == wanted)
 
     def _files(self) -> Iterator[Path]:
         """Site files, the user's own first, each folder in the order of names."""
@@ -107,6 +132,24 @@ class SitePlaces:
                 next_step=f"Rename the file to {site.name}{_SUFFIX}, or change the name in it.",
             )
         return site, document
+
+
+def _is_path(wanted: str) -> bool:
+    return "/" in wanted or wanted.endswith(_SUFFIX)
+
+
+def _may_claim(path: Path, here: Surroundings) -> bool:
+    """Whether a file names this cluster at all, or tells its site in another way.
+
+    Whoever submits waits for this, and a mistake in the file of another cluster is not theirs.
+    """
+    if not path.is_file():
+        return True
+    try:
+        text = read_bounded(path, MAX_BYTES)
+    except (ForgeError, OSError):
+        return True  # reading it properly says what is wrong
+    return b"detect" in text or (here.cluster_name or "\0").encode() in text
 
 
 def packaged_folder() -> Path:

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from datetime import timedelta
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from slurm_forge.documents import wrong_key
-from slurm_forge.units import format_bandwidth, format_duration, parse_bandwidth, parse_duration
+from slurm_forge.site.fields import (
+    Bandwidth,
+    Day,
+    Duration,
+    Facts,
+    Feature,
+    FolderPath,
+    Line,
+    Memory,
+    ModuleName,
+    Name,
+    Option,
+    Variables,
+)
+from slurm_forge.site.parts import (
+    AccountRule,
+    Architecture,
+    Backend,
+    Confidence,
+    Container,
+    Detection,
+    GpuRequest,
+    LauncherStyle,
+    MasterAddress,
+    OptionEntry,
+    SourceEntry,
+)
 
 __all__ = [
     "Bandwidth",
+    "ClusterFacts",
     "EnvironmentSets",
     "GpuRequest",
     "LimitBySize",
@@ -34,74 +50,7 @@ __all__ = [
     "Storage",
 ]
 
-
-def _duration(value: object) -> timedelta | None:
-    return None if value is None else parse_duration(value)
-
-
-def _bandwidth(value: object) -> float | None:
-    if value is None or (isinstance(value, float) and value > 0):
-        return value
-    return float(parse_bandwidth(value))
-
-
-def _plain(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("one line of printable text, please")
-    return text
-
-
-def _option(text: str) -> str:
-    if not re.fullmatch(r"--?[A-Za-z][A-Za-z0-9-]*(?:[= ].*)?", _plain(text)):
-        raise ValueError('options begin with a dash, like "--gres" or "--network=single_node_vni"')
-    return text
-
-
-def _variables(values: dict[str, str]) -> dict[str, str]:
-    for name, value in values.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name[:40]!r} is no name of an environment variable")
-        _plain(value)
-    return values
-
-
-def _folder(text: str) -> str:
-    if not _plain(text).startswith("/"):
-        raise ValueError("the path of a folder, from / on")
-    return text
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", text):
-        raise ValueError("letters, digits, '_', '-' and '.' only")
-    return text
-
-
-#: A duration such as ``"120s"``, ``"90d"`` or ``"2-00:00:00"``; ``null`` where it is unknown.
-Duration = Annotated[
-    timedelta | None,
-    BeforeValidator(_duration),
-    PlainSerializer(lambda value: None if value is None else format_duration(value)),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
-]
-#: Bytes per second, as ``"180 GB/s"``; ``null`` where it is unknown.
-Bandwidth = Annotated[
-    float | None,
-    BeforeValidator(_bandwidth),
-    PlainSerializer(
-        lambda value: None if value is None else format_bandwidth(value), when_used="json"
-    ),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
-]
-Line = Annotated[str, AfterValidator(_plain)]
-Option = Annotated[str, AfterValidator(_option)]
-FolderPath = Annotated[str, AfterValidator(_folder)]
-Variables = Annotated[dict[str, str], AfterValidator(_variables)]
-Name = Annotated[str, AfterValidator(_name)]
-
-
-class _Facts(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 class PreemptionMode(str, Enum):
@@ -113,43 +62,59 @@ class PreemptionMode(str, Enum):
     SUSPEND = "SUSPEND"
 
 
-class GpuRequest(str, Enum):
-    """The option by which GPUs are asked for; ``none`` where the partition implies them."""
-
-    GPUS_PER_NODE = "gpus_per_node"
-    GPUS_PER_TASK = "gpus_per_task"
-    GRES = "gres"
-    NONE = "none"
-
-
-class Preemption(_Facts):
+class Preemption(Facts):
     """The contract between a job and those who may preempt it.
 
     ``grace`` is the notice before the end, zero being none; ``exempt`` is how long a job runs
     before it may be preempted at all.
     """
 
+    known_as: ClassVar[Mapping[str, str]] = {
+        "grace_s": "grace", "grace_time": "grace", "exempt_s": "exempt", "exempt_time": "exempt",
+        "preempt_mode": "mode",
+    }  # fmt: skip
+
     mode: PreemptionMode | None = None
     grace: Duration = None
     exempt: Duration = None
 
 
-class LimitBySize(_Facts):
+class LimitBySize(Facts):
     """The longest run for jobs of at least ``min_nodes`` nodes."""
 
-    min_nodes: Annotated[int, Field(ge=1)]
+    min_nodes: AtLeastOne
     max_time: Duration
 
 
-class PartitionFacts(_Facts):
+class PartitionFacts(Facts):
     """What is known of one partition or QOS."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "preempt": "preemption", "max_walltime": "max_time", "walltime": "max_time",
+        "time": "max_time", "gpus": "gpus_per_node", "walltime_by_nodes": "max_time_by_nodes",
+        "exclusive": "exclusive_nodes", "features": "constraint", "module": "modules",
+        "notes": "note", "bandwidth": "expected_bandwidth",
+    }  # fmt: skip
 
     preemption: Preemption = Preemption()
     max_time: Duration = None
     max_time_by_nodes: tuple[LimitBySize, ...] = ()
-    max_nodes: Annotated[int, Field(ge=1)] | None = None
+    #: What a job gets that asks for no time limit.
+    default_time: Duration = None
+    max_nodes: AtLeastOne | None = None
     gpu: Line | None = None
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
+    max_gpus_per_job: AtLeastOne | None = None
+    #: Whether jobs that ask for no GPU are turned away.
+    gpus_required: bool | None = None
+    #: The share of each GPU: who asks for more is refused, or keeps GPUs from others.
+    cpus_per_gpu: AtLeastOne | None = None
+    memory_per_gpu: Memory = None
+    #: The feature that jobs here have to ask for.
+    constraint: Feature | None = None
+    #: Whether a job gets whole nodes (and is charged for them), whatever it asks for.
+    exclusive_nodes: bool | None = None
+    modules: tuple[ModuleName, ...] = ()
     self_requeue_allowed: bool | None = None
     #: What an all-reduce of large messages reaches over all ranks of a sound job: the bus
     #: bandwidth that nccl-tests prints, per rank.
@@ -157,7 +122,7 @@ class PartitionFacts(_Facts):
     note: Line | None = None
 
 
-class EnvironmentSets(_Facts):
+class EnvironmentSets(Facts):
     """Environment variables for the ranks: always, in addition after a hang, and never.
 
     ``never`` maps the names of variables that must not be set to why.
@@ -180,8 +145,13 @@ class EnvironmentSets(_Facts):
         return self
 
 
-class Storage(_Facts):
+class Storage(Facts):
     """A place for files, and when the centre deletes them."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "purge": "purge_after", "purge_days": "purge_after", "basis": "purge_basis",
+        "fs": "filesystem", "variable": "env",
+    }  # fmt: skip
 
     role: Line
     path: Line | None = None
@@ -194,7 +164,16 @@ class Storage(_Facts):
     note: Line | None = None
 
 
-class Site(_Facts):
+class ClusterFacts(Facts):
+    """What is true of one of several clusters that a file describes."""
+
+    title: Line | None = None
+    everywhere: PartitionFacts = PartitionFacts()
+    internet_on_compute_nodes: bool | None = None
+    notes: tuple[Line, ...] = ()
+
+
+class Site(Facts):
     """Everything known of one cluster.  Find the facts of a job with ``preemption`` and ``facts``.
 
     ``setup`` is shell code that runs at the start of the batch script: a site file is trusted
@@ -202,27 +181,43 @@ class Site(_Facts):
     """
 
     known_as: ClassVar[Mapping[str, str]] = {
-        "cluster_name": "cluster_names",
-        "socket_ifname": "socket_interface",
-        "modules": "setup",
-        "environment": "env",
-        "variables": "env",
-        "bandwidth": "expected_bandwidth",
-    }
+        "cluster_name": "cluster_names", "socket_ifname": "socket_interface",
+        "environment": "env", "variables": "env", "bandwidth": "expected_bandwidth",
+        "hosts": "detect.hosts", "hostnames": "detect.hosts", "arch": "architecture",
+        "account": "account_required", "gpus": "gpu_request", "gpu_directive": "gpu_request",
+        "rejected": "rejected_options", "required": "required_options",
+        "discouraged": "discouraged_options", "source": "sources", "scratch": "storage",
+        "preemption": "preemption_default", "preempt": "preemption_default",
+        "prempt": "preemption_default",
+        "internet": "internet_on_compute_nodes", "container": "containers",
+        "master_addr": "master_address", "defaults": "everywhere", "module": "modules",
+        "quirks": "notes", "note": "notes", "max_time": "everywhere.max_time",
+        "exclusive_nodes": "everywhere.exclusive_nodes",
+        "gpus_per_node": "everywhere.gpus_per_node",
+    }  # fmt: skip
 
     name: Name
     title: Line | None = None
     #: ClusterName in slurm.conf: how the site is recognised.
     cluster_names: tuple[Name, ...] = ()
+    detect: Detection = Detection()
+    #: Where one file describes several clusters: what differs, by ClusterName or by the
+    #: value of the variable that tells it.
+    clusters: dict[Name, ClusterFacts] = Field(default_factory=dict)
     contact: Line | None = None
-    sources: tuple[Line, ...] = ()
-    #: When the facts were last compared with the sources, as "2026-08".
-    checked: Line | None = None
+    confidence: Confidence | None = None
+    sources: tuple[SourceEntry, ...] = ()
+    #: When the facts were last compared with the sources.
+    checked: Day | None = None
 
     #: For every partition and QOS that says nothing else.
     preemption_default: Preemption = Preemption()
+    #: Other facts of every partition and QOS that says nothing else.
+    everywhere: PartitionFacts = PartitionFacts()
     partitions: dict[Name, PartitionFacts] = Field(default_factory=dict)
     qos: dict[Name, PartitionFacts] = Field(default_factory=dict)
+    #: The QOS of jobs that name none.
+    default_qos: Name | None = None
     #: From a requeue until the job can start again.
     requeue_delay: Duration = None
     #: Whether a requeued job may be given an earlier begin time than Slurm's delay after a requeue.
@@ -233,18 +228,32 @@ class Site(_Facts):
     self_requeue_allowed: bool | None = None
 
     gpu_request: GpuRequest | None = None
+    #: Kinds of GPU that are asked for by a feature: "a100" in the job file, the constraint here.
+    gpu_types: dict[Name, Feature] = Field(default_factory=dict)
     account_required: bool | None = None
-    rejected_options: tuple[Option, ...] = ()
-    required_options: tuple[Option, ...] = ()
+    account_example: Line | None = None
+    #: Accounts that go with certain GPUs only.
+    accounts: tuple[AccountRule, ...] = ()
+    rejected_options: tuple[OptionEntry, ...] = ()
+    required_options: tuple[OptionEntry, ...] = ()
+    discouraged_options: tuple[OptionEntry, ...] = ()
     #: Options for every job, beside what the job file asks for.
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
 
+    #: Modules that every job loads, before ``setup``.
+    modules: tuple[ModuleName, ...] = ()
     setup: tuple[Line, ...] = ()
+    containers: tuple[Container, ...] = ()
+    launcher: LauncherStyle | None = None
     env: EnvironmentSets = EnvironmentSets()
+    fabric: Line | None = None
+    backend: Backend | None = None
+    architecture: Architecture | None = None
     socket_interface: Line | None = None
     #: Appended to a host name to get the name on the fast network.
     host_suffix: Line | None = None
+    master_address: MasterAddress | None = None
     #: The interpreter for the ranks, where ``python`` on the PATH is not it.
     python: Line | None = None
     internet_on_compute_nodes: bool | None = None
@@ -263,8 +272,8 @@ class Site(_Facts):
     def facts(self, partition: str | None, qos: str | None = None) -> PartitionFacts:
         """What is known of a job in this partition and QOS; where both say something, the QOS."""
         merged: dict[str, Any] = {"preemption": self.preemption(partition, qos)}
-        for known in (self.qos.get(qos or ""), self.partitions.get(partition or "")):
-            for field in PartitionFacts.model_fields if known is not None else ():
+        for known in self._known(partition, qos):
+            for field in PartitionFacts.model_fields:
                 if getattr(known, field) not in (None, ()):
                     merged.setdefault(field, getattr(known, field))
         merged.setdefault("self_requeue_allowed", self.self_requeue_allowed)
@@ -273,6 +282,31 @@ class Site(_Facts):
 
     def preemption(self, partition: str | None, qos: str | None = None) -> Preemption:
         """The contract of a job: the first of QOS, partition and default that knows its mode."""
-        known = (self.qos.get(qos or ""), self.partitions.get(partition or ""))
-        candidates = [facts.preemption for facts in known if facts is not None]
+        candidates = [facts.preemption for facts in self._known(partition, qos)]
         return next((found for found in candidates if found.mode), self.preemption_default)
+
+    def on(self, cluster: str | None) -> Site:
+        """The facts of one of the clusters that the file describes; the same for any other."""
+        found = self.clusters.get(cluster or "")
+        if found is None:
+            return self
+        differs = {
+            name: value
+            for name in PartitionFacts.model_fields
+            if (value := getattr(found.everywhere, name)) not in (None, (), Preemption())
+        }
+        changes: dict[str, object] = {
+            "everywhere": self.everywhere.model_copy(update=differs),
+            "notes": (*self.notes, *found.notes),
+        }
+        if found.internet_on_compute_nodes is not None:
+            changes["internet_on_compute_nodes"] = found.internet_on_compute_nodes
+        return self.model_copy(update=changes)
+
+    def _known(self, partition: str | None, qos: str | None) -> tuple[PartitionFacts, ...]:
+        known = (
+            self.qos.get(qos or self.default_qos or ""),
+            self.partitions.get(partition or ""),
+            self.everywhere,
+        )
+        return tuple(facts for facts in known if facts is not None)

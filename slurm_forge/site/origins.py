@@ -22,10 +22,13 @@ class SiteValue:
     line: int | None
 
 
-def values_of(site: Site, document: Document) -> tuple[SiteValue, ...]:
-    """Everything that is known, in the order of the model; what is unknown or empty is left out."""
+def values_of(site: Site, document: Document, cluster: str | None = None) -> tuple[SiteValue, ...]:
+    """Everything that is known, in the order of the model; what is unknown or empty is left out.
+
+    ``cluster`` is the one of ``clusters`` whose facts the site has taken over.
+    """
     return tuple(
-        SiteValue(".".join(map(str, path)), _text(value), document.lines.get(path))
+        SiteValue(".".join(map(str, path)), _text(value), _line(document, path, cluster))
         for path, value in _leaves(site.model_dump(mode="json"), ())
         if path != ("name",)
     )
@@ -35,6 +38,15 @@ def unknown_keys(site: Site) -> tuple[str, ...]:
     """The keys at the top about which the site says nothing."""
     dumped = site.model_dump(mode="json")
     return tuple(key for key, value in dumped.items() if not any(_leaves(value, (key,))))
+
+
+def _line(document: Document, path: KeyPath, cluster: str | None) -> int | None:
+    own = document.lines.get(path)
+    if cluster is not None and path[:1] != ("clusters",):
+        return document.lines.get(("clusters", cluster, *path), own)
+    if own is None and path[-1] in ("page", "option"):
+        return document.lines.get(path[:-1])  # written as plain text
+    return own
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
+    WithJsonSchema,
     model_serializer,
     model_validator,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Rung",
     "SkipSamples",
     "VariableSet",
+    "cures",
     "default_recovery",
     "keys_of",
     "takes_variables",
@@ -121,7 +123,11 @@ class Rung(Section):
         "pause": "wait", "sleep": "wait", "env": "variables", "environment": "variables",
     }  # fmt: skip
 
-    do: Annotated[Action, BeforeValidator(_rung_action)] = Field(description="What is done.")
+    do: Annotated[
+        Action,
+        BeforeValidator(_rung_action),
+        WithJsonSchema({"type": "string", "enum": [action.value for action in _RUNGS]}),
+    ] = Field(description="What is done.")
     times: Count | None = Field(
         default=None,
         description="How often, before the next rung; without it, without limit. "
@@ -410,6 +416,11 @@ def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
     if index + 1 < len(ladder) and (endless or rung.do in _FINAL):
         why = "has no times and goes on without limit" if endless else "ends the ladder"
         raise wrong("do", f'"{rung.do.value}" {why}: remove the rungs behind it')
+
+
+def cures(cause: Cause) -> tuple[Action, ...]:
+    """What a ladder for the cause may hold; nothing for what is not ours to undo."""
+    return tuple(action for action in Action if action in _CURES.get(cause, ()))
 
 
 def default_recovery() -> Recovery:

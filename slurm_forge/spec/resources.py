@@ -20,7 +20,7 @@ from slurm_forge.spec.types import (
     text_of_number,
 )
 
-__all__ = ["Resources"]
+__all__ = ["Resources", "key_of_option"]
 
 _OPTION = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -43,6 +43,12 @@ _RESERVED = frozenset({
     "open-mode", "output", "parsable", "quiet", "requeue", "test-only", "uid", "usage", "verbose",
     "version", "wait",
 })  # fmt: skip
+
+
+def key_of_option(option: str) -> tuple[str, ...]:
+    """The key of the job file that an sbatch option (its long name) is written by."""
+    own = _OWN_KEYS.get(option)
+    return tuple(own.split(".")) if own is not None else ("resources", "extra", option)
 
 
 def _extra(value: Any) -> Any:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from slurm_forge.documents import build, dump, read
 from slurm_forge.site.model import Bandwidth, EnvironmentSets
+from slurm_forge.site.parts import MasterAddress
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import PositiveDuration, Section
 
@@ -26,9 +27,13 @@ class RunFile(Section):
     submitted_from: str
     python: str
     site: str = "generic"
+    #: Its file, where it was given by path and can't be found by its name.
+    site_file: str | None = None
     socket_interface: str | None = None
     #: Appended to a node's name to reach it over the fast network.
     host_suffix: str | None = None
+    #: What torchrun is told of the first node; None is nothing, unless there is a suffix.
+    master_address: MasterAddress | None = None
     env: dict[str, str] = Field(default_factory=dict)
     on_hang: dict[str, str] = Field(default_factory=dict)
     never: dict[str, str] = Field(default_factory=dict)
@@ -39,6 +44,8 @@ class RunFile(Section):
     purge_basis: str | None = None
     #: Whether a requeued job may start before Slurm's own delay is over.
     shorten_requeue: bool = True
+    #: Whether the centre lets this job requeue itself; else it is held where it would.
+    self_requeue_allowed: bool = True
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
     job: JobSpec
@@ -51,6 +58,13 @@ class RunFile(Section):
     def sets(self) -> EnvironmentSets:
         """The site's variables."""
         return EnvironmentSets(always=self.env, on_hang=self.on_hang, never=self.never)
+
+    @property
+    def only_hold(self) -> str | None:
+        """Why the job must not requeue itself; None where it may."""
+        if self.self_requeue_allowed:
+            return None
+        return f"{self.site} does not let jobs requeue themselves here"
 
     @property
     def folder(self) -> Path:

@@ -7,6 +7,8 @@ seconds by the main thread itself.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,18 +23,23 @@ _V2 = (PurePosixPath("sys/fs/cgroup"), PurePosixPath("sys/fs/cgroup/unified"))
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Seconds on a processor and in the queue for one, and how often the group was held back."""
+    """Seconds in the queue for a processor, and how often the group was held back."""
 
-    ran: float | None = None
     queued: float | None = None
     throttled: int | None = None
 
 
 class Starving:
-    """``since_last``: the share of the time in which it could have run and did not; throttlings."""
+    """``since_last``: the share of the time in which it could have run and did not; throttlings.
 
-    def __init__(self, root: Path = _ROOT) -> None:
+    Of all the time that went by, not of what it ran: who sleeps most of the time is kept from
+    little by a queue.
+    """
+
+    def __init__(self, root: Path = _ROOT, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
+        self._clock = clock
+        self._asked = clock()
         self._group: Path | None = None
         self._looked = False
         self._before = Counters()
@@ -42,12 +49,11 @@ class Starving:
         if not self._looked:
             self._looked, self._group = True, _stat_file(self._root)
         before, now = self._before, read_counters(self._root, self._group)
-        self._before = now
+        asked, self._asked, self._before = self._asked, self._clock(), now
         starved, throttled = -1.0, -1
-        if None not in (before.ran, before.queued, now.ran, now.queued):
-            ran = (now.ran or 0.0) - (before.ran or 0.0)
-            queued = (now.queued or 0.0) - (before.queued or 0.0)
-            starved = queued / (ran + queued) if ran + queued > 0 and queued >= 0 else 0.0
+        if before.queued is not None and now.queued is not None:
+            passed = self._asked - asked
+            starved = max(0.0, now.queued - before.queued) / passed if passed > 0 else 0.0
         if before.throttled is not None and now.throttled is not None:
             throttled = max(0, now.throttled - before.throttled)
         return round(min(1.0, starved), 4), throttled
@@ -55,13 +61,12 @@ class Starving:
 
 def read_counters(root: Path, group: Path | None) -> Counters:
     """The counters of the calling thread and of its group; never raises."""
-    ran: float | None = None
     queued: float | None = None
     words = _text(root / "proc/thread-self/schedstat").split()
-    if len(words) >= 2 and words[0].isdecimal() and words[1].isdecimal():
-        ran, queued = int(words[0]) / 1e9, int(words[1]) / 1e9
+    if len(words) >= 2 and words[1].isdecimal():
+        queued = int(words[1]) / 1e9
     throttled = None if group is None else parse_counters(_text(group)).get("nr_throttled")
-    return Counters(ran, queued, throttled)
+    return Counters(queued, throttled)
 
 
 def cpu_groups(cgroup: str) -> tuple[PurePosixPath, ...]:

@@ -102,6 +102,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     monkeypatch.chdir(tmp_path)
     for name in ("SLURM_FORGE_RUNS", "SLURM_FORGE_SITE", "SLURM_FORGE_NODES", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_CLUSTER_NAME", "CC_CLUSTER", "NERSC_HOST", "SYSTEMNAME", "TACC_SYSTEM"):
+        monkeypatch.delenv(name, raising=False)  # the cluster that the tests run on
     # The sites of whoever runs the tests are none of their business.
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "train.yaml").write_text(JOB)

@@ -545,7 +545,7 @@ def test_an_export_that_is_killed_says_by_what(
 def test_the_help_of_every_verb_has_an_example(shell: Shell, verb: str) -> None:
     result = shell("checkpoints", verb, "--help")
     assert result.exit_code == 0
-    assert "Example:" in result.stdout
+    assert "Examples:" in result.stdout
 
 
 def test_looking_imports_nothing_heavy(shell: Shell, made: Checkpoints) -> None:

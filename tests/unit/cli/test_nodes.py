@@ -205,7 +205,8 @@ def test_it_starts_fast(shell: Shell) -> None:
 
 @pytest.mark.parametrize("verb", ["list", "release", "strike"])
 def test_the_help_has_an_example(shell: Shell, verb: str) -> None:
-    assert f"Example:  slurm-forge nodes {verb} " in shell("nodes", verb, "--help").stdout
+    said = " ".join(shell("nodes", verb, "--help").stdout.split())
+    assert f"Examples: slurm-forge nodes {verb} " in said
 
 
 # Where the ledger lies

@@ -14,6 +14,7 @@ from tests.unit.cli.conftest import Shell
 from tests.unit.report.journals import Scribe
 
 VERBS = [
+    "init",
     "submit",
     "render",
     "run",
@@ -59,7 +60,7 @@ def test_the_help_of_every_verb_has_an_example(shell: Shell, verb: str) -> None:
     result = shell(verb, "--help")
     assert result.exit_code == 0
     assert f"slurm-forge {verb} " in result.stdout
-    assert "Example:" in result.stdout
+    assert "Examples:" in result.stdout
 
 
 def test_help_names_every_verb_and_the_exit_status(shell: Shell) -> None:

@@ -103,6 +103,68 @@ def test_an_option_that_the_site_refuses(shell: Shell, slurm: PretendSlurm) -> N
     assert not run_of(shell).path.exists()
 
 
+@pytest.mark.parametrize("verb", ["submit", "render"])
+def test_what_the_site_refuses_names_file_and_line(
+    shell: Shell, slurm: PretendSlurm, verb: str
+) -> None:
+    rules = 'rejected_options: ["--mem", {option: "--licenses", why: "there are none"}]\n'
+    site = write_site(shell, rules + "required_options: [--account]\n")
+    job = (
+        "name: x\nentry: tiny:train\nresources:\n  time: 1h\n  mem: 4G\n  extra:\n    licenses: a\n"
+    )
+    (shell.folder / "train.yaml").write_text(job)
+    result = shell(verb, "train.yaml", "--site", site)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "train.yaml:5: hill refuses the option --mem\n"
+        "train.yaml:7: hill refuses the option --licenses: there are none\n"
+        "train.yaml:3: hill requires the option --account\n"
+    )
+    assert not run_of(shell).path.parent.exists()
+    assert slurm.submitted == []
+
+
+def test_what_the_site_advises_against_names_the_line(shell: Shell, slurm: PretendSlurm) -> None:
+    site = write_site(shell, 'discouraged_options: ["--partition"]\naccount_required: true\n')
+    result = shell("submit", "train.yaml", "--site", site)
+    assert result.exit_code == 0
+    assert "warning: hill advises against the option --partition (train.yaml:4).\n" in result.stdout
+    assert "warning: hill wants an account (resources.account).\n" in result.stdout
+
+
+def test_gpus_are_asked_for_in_the_words_of_the_site(shell: Shell, slurm: PretendSlurm) -> None:
+    site = write_site(shell, "gpu_request: gres\ngpu_types: {a100: gpu80}\nmodules: [arch/a100]\n")
+    job = 'name: tiny-gpt\nentry: tiny:train\nresources: {gpus_per_node: "a100:4"}\n'
+    (shell.folder / "train.yaml").write_text(job)
+    assert shell("submit", "train.yaml", "--site", site).exit_code == 0
+    script = slurm.submitted[0][0].read_text()
+    assert "#SBATCH --gres=gpu:4\n" in script
+    assert "#SBATCH --constraint=gpu80\n" in script
+    assert "gpus-per-node" not in script
+    assert "\nmodule load arch/a100\n" in script
+
+
+def test_where_jobs_must_not_requeue_themselves_the_run_knows(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    site = write_site(shell, "partitions: {long: {self_requeue_allowed: false}}\n")
+    assert shell("submit", "train.yaml", "--site", site).exit_code == 0
+    file = read_run_file(run_of(shell).spec_file)
+    assert file.only_hold == "hill does not let jobs requeue themselves here"
+
+
+def test_a_site_that_was_given_by_path_is_found_again(shell: Shell, slurm: PretendSlurm) -> None:
+    site = write_site(shell, "title: The hill\n")
+    assert shell("submit", "train.yaml", "--site", site).exit_code == 0
+    assert read_run_file(run_of(shell).spec_file).site_file == str(shell.folder / "hill.yaml")
+    again = shell("requeue", "tiny-gpt")
+    assert again.exit_code == 0, again.stderr
+    (shell.folder / "hill.yaml").unlink()
+    gone = shell("requeue", "tiny-gpt")
+    assert gone.exit_code == 2
+    assert f"{shell.folder}/hill.yaml: can't be read" in gone.stderr
+
+
 def test_a_wrong_site_is_told_before_slurm_is_asked(shell: Shell, slurm: PretendSlurm) -> None:
     slurm.error = SlurmUnreachableError(("scontrol",), 1, "should not be asked")
     result = shell("submit", "train.yaml", "--site", "nowhere")

@@ -94,6 +94,7 @@ def climb(
     wait: timedelta = timedelta(0),
     arguments: Sequence[str] = (),
     hold: str = "",
+    only_hold: str | None = None,
 ) -> Comeback:
     attempt = claim(run)
     waits = Waits() if waits is None else waits
@@ -108,6 +109,7 @@ def climb(
         restart_count=3,
         sleep=waits.append,
         clock=waits.now,
+        only_hold=only_hold,
     )
     if hold:
         return ladder.hold(hold)
@@ -128,6 +130,17 @@ def test_in_the_queue_is_in_the_queue(run: RunDirectory, reply: RequeueOutcome) 
     assert told(run) == ["requeue_intended", "requeue_done"]
     state = fold(read_journal(run)[0])
     assert (state.status, state.open_intent, state.job) == (RunStatus.REQUEUED, None, "42")
+
+
+def test_a_job_that_must_not_requeue_itself_is_held_instead(run: RunDirectory) -> None:
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    comeback = climb(run, slurm, only_hold="hill does not let jobs requeue themselves here")
+    assert comeback.taken is Taken.HELD
+    assert slurm.asked[-1] == "requeuehold 42"
+    assert not any(asked.startswith(("requeue 42", "sbatch")) for asked in slurm.asked)
+    state = fold(read_journal(run)[0])
+    assert state.status is RunStatus.HELD
+    assert state.open_intent is None, "reconcile would requeue it"
 
 
 def test_a_job_that_was_requeued_by_somebody_else_is_not_requeued_again(run: RunDirectory) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_forge.launch.master import master_address
 from slurm_forge.launch.submission import create_run
 from slurm_forge.launch.variables import (
     effective_on_hang,
@@ -79,7 +80,8 @@ def test_a_command_is_told_of_the_fast_network(tmp_path: Path) -> None:
     file = file_of(tmp_path)
 
     def told(own: dict[str, str], *present: str, of: RunFile = file) -> tuple[str | None, ...]:
-        found = for_command(of, own, PLAN, first_node="n1", interfaces=present)
+        master = master_address(of, "n1", this_node="n1")
+        found = for_command(of, own, PLAN, master=master, interfaces=present)
         return tuple(found.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"))
 
     assert told({}) == ("n1-hsn0", None)
@@ -89,6 +91,29 @@ def test_a_command_is_told_of_the_fast_network(tmp_path: Path) -> None:
     own = {"MASTER_ADDR": "n9", "GLOO_SOCKET_IFNAME": "eth0"}
     assert told(own, "hsn") == ("n9", "eth0")
     assert told({}, "eth0", of=file_of(tmp_path / "g", Site(name="generic"))) == (None, None)
+
+
+def test_the_first_node_is_told_as_the_site_has_it(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+
+    def told(rule: str | None, suffix: str | None = "i", *, here: str = "n1") -> str | None:
+        site = Site.model_validate(
+            {"name": "s", "master_address": rule, "host_suffix": suffix, "socket_interface": "ib0"}
+        )
+        return master_address(
+            file_of(tmp_path / f"{rule}{suffix}{here}", site),
+            "n1",
+            this_node=here,
+            address={"n1i": "10.0.0.1", "n1": "10.9.0.1"}.get,
+            through=lambda interface, _: {"ib0": "10.1.0.1"}.get(interface or ""),
+        )
+
+    assert (told(None), told(None, None)) == ("n1i", None)
+    assert (told("name"), told("name", None)) == ("n1i", "n1")
+    assert (told("address"), told("address", None)) == ("10.0.0.1", "10.9.0.1")
+    assert told("address", "-nowhere") == "n1-nowhere", "a name is better than nothing"
+    assert (told("interface"), told("interface", here="n2")) == ("10.1.0.1", "n1i")
+    assert master_address(file, None, this_node="n1") is None
 
 
 def test_only_what_would_change_something_is_part_of_a_plan(tmp_path: Path) -> None:

@@ -470,3 +470,26 @@ def test_a_run_is_one_job_and_of_one_kind(tmp_path, submitted, given):
     with pytest.raises(ConfigError, match="a run is one job"):
         forge(tmp_path / "logs", **given).submit(train)
     assert list(submitted.iterdir()) == []
+
+
+def test_what_the_site_refuses_or_requires(tmp_path, submitted, monkeypatch):
+    rules = tmp_path / "vista.yaml"
+    rules.write_text('name: vista\nrejected_options: ["--mem"]\nrequired_options: ["--nodes"]\n')
+    monkeypatch.setenv("SLURM_FORGE_SITE", str(rules))
+    executor = forge(tmp_path / "logs", name="a", nodes=1, mem_gb=4)
+    with pytest.raises(SubmissionError, match="vista refuses the option --mem"):
+        executor.submit(train)
+    assert not list(submitted.iterdir()), "nothing was handed to sbatch"
+    assert forge(tmp_path / "logs", name="b", nodes=1).submit(train).job_id == "4000"
+
+
+def test_what_holds_of_the_partition_holds_of_the_run(tmp_path, submitted, monkeypatch):
+    rules = tmp_path / "hill.yaml"
+    rules.write_text("name: hill\npartitions: {debug: {self_requeue_allowed: false}}\n")
+    monkeypatch.setenv("SLURM_FORGE_SITE", str(rules))
+    for partition, held in (("debug", True), ("long", False)):
+        folder = tmp_path / partition
+        forge(folder, name="a", slurm_partition=partition).submit(train)
+        (made,) = (folder / "runs").glob("*/run.yaml")
+        file = read_run_file(made)
+        assert (file.only_hold is not None) is held

@@ -55,6 +55,12 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert one == rehearse(JOB, Cause.NON_FINITE, **asked)  # type: ignore[arg-type]
 
 
+def test_a_slow_node_is_only_told_of_by_default() -> None:
+    found = rehearse(JOB, Cause.STRAGGLER, at=500, repeat=2, assumed=Assumed())
+    assert [act.decision.action for act in found.acts] == [Action.WARN, Action.WARN]
+    assert found.end is None
+
+
 def test_only_as_many_checkpoints_are_there_as_would_be_kept() -> None:
     """With two kept, the third time there is nothing further back."""
     job = from_yaml("name: x\nentry: a:f\ncheckpoint: {keep_last: 2}\n")

@@ -211,6 +211,49 @@ def test_who_gets_more_to_do_than_before_is_told_and_the_node_is_not_blamed() ->
     assert "its part of the steps has become longer" in in_words(slow)
 
 
+def test_what_looked_like_work_may_turn_out_to_be_the_node() -> None:
+    straggling = Straggling(1.25)
+    found: list[Straggler | Over] = []
+    for window in range(60):
+        readings = [
+            Reading(
+                rank=rank,
+                host=f"n{rank}",
+                step=(window + 1) * 20,
+                count=20,
+                own_s=0.1 * (2.0 if rank == 2 and window >= 12 else 1.0),
+                spread_s=0.001,
+                trial_s=2e-4 * (2.0 if rank == 2 and window >= 30 else 1.0),
+            )
+            for rank in range(4)
+        ]
+        found += straggling.window(readings)
+    assert [each.why for each in found if isinstance(each, Straggler)] == [Why.WORK, Why.NODE]
+    assert [each.why for each in straggling.named] == [Why.NODE]
+
+
+def test_a_trial_that_says_nothing_clear_is_no_word_for_the_node() -> None:
+    straggling = Straggling(1.25)
+    rng = random.Random(4)
+    found: list[Straggler | Over] = []
+    for window in range(60):
+        readings = [
+            Reading(
+                rank=rank,
+                host=f"n{rank}",
+                step=(window + 1) * 20,
+                count=20,
+                own_s=0.1 * (3.0 if rank == 2 and window >= 12 else 1.0),
+                spread_s=0.001,
+                # A machine so busy that the same work takes anything; slower here, all in all.
+                trial_s=2e-4 * rng.uniform(1, 4) * (3.0 if rank == 2 and window >= 12 else 1.0),
+            )
+            for rank in range(4)
+        ]
+        found += straggling.window(readings)
+    assert all(each.why is Why.NODE for each in found if isinstance(each, Straggler))
+
+
 def test_a_node_whose_processors_are_busy_with_something_else() -> None:
     # The same speed where it runs, and it seldom does: the fastest of several tries hides that.
     job = Job(5, slow=frozenset({2, 3}), by=2.0, trial_too=False, starved=0.5)
@@ -312,3 +355,26 @@ def test_in_words() -> None:
     )
     held_back = replace(slow, why=Why.STARVED, queued=0.38, throttled=12)
     assert "a processor quota" in in_words(held_back)
+
+
+def test_a_rank_that_mostly_sleeps_is_kept_from_little_by_a_queue() -> None:
+    straggling = Straggling(1.25)
+    found: list[Straggler | Over] = []
+    for window in range(40):
+        readings = [
+            Reading(
+                rank=rank,
+                host=f"n{rank}",
+                step=(window + 1) * 20,
+                count=20,
+                own_s=0.02 if rank == 0 else 0.01,
+                spread_s=0.0001,
+                wait_s=0.03 if rank == 0 else 0.04,
+                # What it waits longer in a queue is 3 ms of a step; it is slower by 10.
+                starved=0.09 if rank == 0 else 0.03,
+                trial_s=2e-4 if window % 4 == 0 else 0.0,
+            )
+            for rank in range(4)
+        ]
+        found += straggling.window(readings)
+    assert not found

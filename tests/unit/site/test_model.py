@@ -98,7 +98,7 @@ def test_a_site_survives_being_written_and_read() -> None:
     [
         ("prempt: {}", "prempt"),
         ("socket_ifname: ib0", "socket_interface"),
-        ('gpu_request: "gpus"', "gpu_request"),
+        ('gpu_request: "gpu"', "gpu_request"),
         ("preemption_default: {mode: off}", "off"),
         ('preemption_default: {mode: REQUEUE, grace: "-1s"}', "grace"),
         ("preemption_default: {grace: 120}", "120s"),

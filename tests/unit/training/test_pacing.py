@@ -139,11 +139,13 @@ def test_what_the_kernel_says_of_a_thread_that_waits_for_a_processor(tmp_path: P
     group.mkdir(parents=True)
     schedstat.write_text("1000000000 0 5\n")
     (group / "cpu.stat").write_text("usage_usec 5\nnr_periods 9\nnr_throttled 2\n")
-    starving = Starving(tmp_path)
+    clock = Clock()
+    starving = Starving(tmp_path, clock)
     assert starving.since_last() == (-1.0, -1)  # nothing to compare with yet
     schedstat.write_text("4000000000 1000000000 9\n")
     (group / "cpu.stat").write_text("usage_usec 5\nnr_periods 9\nnr_throttled 7\n")
-    assert starving.since_last() == (0.25, 5)
+    clock.now += 10.0
+    assert starving.since_last() == (0.1, 5)
     assert Starving(tmp_path / "nowhere").since_last() == (-1.0, -1)
 
 

@@ -1,0 +1,57 @@
+"""The examples in the help of a verb, as values: what the tests parse and the reference prints."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+
+__all__ = ["examples_of", "without_examples", "words_for_us"]
+
+_MARKS = ("Examples:", "Example:")
+_PROGRAM = "slurm-forge"
+#: What a shell does behind our command is not ours to read.
+_ENDS = ("|", "&&", ";", ">", ">>", "#")
+
+
+def examples_of(text: str | None) -> tuple[str, ...]:
+    """The command lines below ``Examples:`` (or beside ``Example:``) in the docstring of a verb."""
+    lines = iter(inspect.cleandoc(text or "").splitlines())
+    found: list[str] = []
+    for line in lines:
+        mark = next((mark for mark in _MARKS if line.startswith(mark)), None)
+        if mark is None:
+            continue
+        beside = line.removeprefix(mark).strip()
+        found += [beside] if beside else []
+        for below in lines:
+            if not below.startswith(" "):
+                break
+            found.append(below.strip())
+    return tuple(found)
+
+
+def without_examples(text: str | None) -> str:
+    """The rest of the docstring."""
+    kept = []
+    inside = False
+    for line in inspect.cleandoc(text or "").splitlines():
+        inside = line.startswith(_MARKS) or (inside and line.startswith(" "))
+        if not inside:
+            kept.append(line)
+    return "\n".join(kept).replace("\b\n", "").rstrip("\b \n")
+
+
+def words_for_us(line: str) -> list[str] | None:
+    """The words that ``slurm-forge`` would get of a line typed in a shell; None where it has none.
+
+    Variables in front and what stands behind a pipe are left out.  ``ValueError`` for quotes that
+    are not closed.
+    """
+    words = shlex.split(line, comments=True)
+    if _PROGRAM not in words:
+        return None
+    ours = words[words.index(_PROGRAM) + 1 :]
+    if "--" in ours:  # the program's words are the program's
+        return ours
+    end = next((index for index, word in enumerate(ours) if word in _ENDS), len(ours))
+    return ours[:end]

@@ -1,0 +1,246 @@
+"""``init``: what it writes is valid whatever was asked for, and nothing is written over."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pty
+import re
+import select
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_forge.cli.first_files import FirstFiles, Way, Wishes, first_files, name_from
+from slurm_forge.errors import ConfigError
+from slurm_forge.spec import JobSpec, load_job
+from slurm_forge.spec.loading import from_yaml
+from slurm_forge.units import format_memory, format_slurm_duration
+from tests.unit.cli.conftest import Shell
+
+TEMPLATES = ("srun",)
+
+
+def made(**wishes: object) -> FirstFiles:
+    return first_files(Wishes(**{"name": "demo", **wishes}), templates=TEMPLATES)
+
+
+def job_of(found: FirstFiles) -> JobSpec:
+    return from_yaml(found.files[0].text)
+
+
+texts = st.text(min_size=1, max_size=12)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+maybe = st.none()
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    way=st.sampled_from(Way),
+    name=names | st.sampled_from(["null", "0123", "1e3", "off", "2024-01-01"]),
+    nodes=maybe | st.integers(1, 4000),
+    tasks=maybe | st.integers(1, 64),
+    gpus=maybe | st.integers(0, 16).map(str) | st.sampled_from(["a100:4", "h100.80:8"]),
+    cpus=maybe | st.integers(1, 256),
+    mem=maybe | st.sampled_from(["64G", "1500M", "0", "4096"]),
+    limit=maybe | st.sampled_from(["12h", "2-00:00:00", "48:00:00", "90m", "30s"]),
+    partition=maybe | names | st.sampled_from(["a,b", "off", "long#1"]),
+    account=maybe | names,
+    entry=maybe | st.sampled_from(["train.py:main", "my.module:train", "a b/x.py:go"]),
+    command=maybe | st.lists(texts, min_size=1, max_size=4).map(shlex.join),
+    site=maybe | st.sampled_from(["generic", "my site.yaml"]),
+)
+def test_every_combination_is_a_valid_job_that_says_what_was_asked(
+    way: Way, name: str, nodes, tasks, gpus, cpus, mem, limit, partition, account, entry, command,
+    site,
+) -> None:  # fmt: skip
+    try:
+        found = made(
+            way=way, name=name, nodes=nodes, tasks_per_node=tasks, gpus_per_node=gpus, mem=mem,
+            cpus_per_task=cpus, time=limit, partition=partition, account=account, entry=entry,
+            command=command, site=site,
+        )  # fmt: skip
+    except ConfigError as error:
+        assert error.next_step
+        assert re.search(r"--[a-z]", str(error)), f"names no option: {error}"
+        # Nothing but these two can be wrong here.
+        assert entry is not None or command is not None
+        return
+    job = job_of(found)
+    wanted = job.resources
+    assert job.name == name
+    assert wanted.nodes == (nodes or 1)
+    assert str(wanted.gpus_per_node) == (gpus if gpus not in (None, "0") else "None")
+    if tasks is not None:
+        assert wanted.tasks_per_node == tasks
+    elif wanted.gpus_per_node is not None:
+        assert wanted.tasks_per_node == max(1, wanted.gpus_per_node.count)
+    assert (wanted.cpus_per_task, wanted.partition, wanted.account) == (cpus, partition, account)
+    assert (wanted.time is None) == (limit is None)
+    assert (wanted.mem is None) == (mem is None)
+    assert job.entry == (entry or (None if job.command else "train.py:train"))
+    if command is not None:
+        assert list(job.command or ()) == shlex.split(command)
+    if "global_batch" in job.args:
+        assert job.args["global_batch"] % wanted.tasks == 0, "no rank may get less than another"
+    for file in found.files:
+        if file.name.endswith(".py"):
+            ast.parse(file.text)
+        if file.name == "job.sbatch":
+            _is_what_was_asked(file.text, job)
+    for line in (found.here, found.there):
+        assert shlex.split(line)
+
+
+def _is_what_was_asked(script: str, job: JobSpec) -> None:
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in script.splitlines()
+        if line.startswith("#SBATCH")
+    )
+    wanted = job.resources
+    assert options["job-name"] == job.name
+    assert options["nodes"] == str(wanted.nodes)
+    assert options["ntasks-per-node"] == str(wanted.tasks_per_node)
+    assert options.get("partition") == wanted.partition
+    if wanted.time is not None:
+        assert options["time"] == format_slurm_duration(wanted.time)
+    if wanted.mem is not None:
+        assert options["mem"] == format_memory(wanted.mem)
+    assert script.splitlines()[-1].startswith("exec slurm-forge exec --job train.yaml")
+    assert [line for line in script.splitlines() if line and not line.startswith("#")] == [
+        script.splitlines()[-1]
+    ], "something else would be run"
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.text(max_size=20), key=st.sampled_from(["name", "partition", "account", "time",
+       "mem", "gpus_per_node", "entry", "site", "template"]))  # fmt: skip
+def test_any_text_is_taken_as_it_is_or_refused_by_name(text: str, key: str) -> None:
+    try:
+        found = made(**{key: text})
+    except ConfigError as error:
+        assert f"--{key.replace('_', '-')}" in str(error)
+        assert error.next_step
+        return
+    job = job_of(found)
+    known = {"name": job.name, "entry": job.entry, "partition": job.resources.partition,
+             "account": job.resources.account}  # fmt: skip
+    assert known.get(key, text) == text
+
+
+@pytest.mark.parametrize("way", Way)
+def test_what_is_commented_out_can_be_used_too(way: Way) -> None:
+    text = made(way=way, command="srun python own.py" if way is Way.EXEC else None).files[0].text
+    lines = "\n".join(_without_mark(line) for line in text.splitlines())
+    job = from_yaml(lines)
+    assert job.resources.mem == 64 << 30
+    assert job.env == {"OMP_NUM_THREADS": "4"}
+    assert "\nrecovery:\n" in lines
+
+
+_KEY = re.compile(r"( *)# ((?:gpus_per_node|cpus_per_task|mem|time|partition|account):.*)")
+_BLOCK = re.compile(r"# ((?:program|recovery|setup|env|args):.*| {2}[a-z_]+: .*)")
+
+
+def _without_mark(line: str) -> str:
+    """What a person types who wants what stands behind the #."""
+    found = _KEY.fullmatch(line) or _BLOCK.fullmatch(line)
+    return "".join(found.groups()) if found else line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--way", "exce"], "--way: unknown value 'exce' (did you mean \"exec\"?)"),
+        (["--entry", "a:b", "--command", "x"], "--entry and --command: a job runs one of the two"),
+        (["--way", "exec", "--entry", "a:b"], "--entry: slurm-forge starts a command with --way"),
+        (["--way", "job", "--command", "x"], "--command: --way job calls a function"),
+        (["--way", "submitit", "--entry", "a:b"], "--entry: submit.py imports"),
+        (["--name", "a b"], "--name: a name is 1 to 64 letters"),
+        (["--time", "soon"], "--time: "),
+        (["--mem", "lots"], "--mem: "),
+        (["--gpus-per-node", "some"], "--gpus-per-node: expected a number of GPUs"),
+        (["--nodes", "0"], "--nodes: "),
+        (["--partition", "a b"], "--partition: holds a space"),
+        (["--template", "srn"], "--template: there is no template 'srn' (did you mean \"srun\"?)"),
+        (["--command", "'"], "--command: can't be split into words"),
+        (["--command", ""], "--command: "),
+        (["--entry", "train"], "--entry: says no function"),
+    ],
+)
+def test_wrong_options_are_told_by_name(shell: Shell, words: list[str], expected: str) -> None:
+    result = shell("init", "new", "--yes", *words)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.stderr.split())
+    assert result.stderr.endswith("nothing was written.\n")
+    assert not (shell.folder / "new").exists()
+
+
+def test_nothing_is_written_over(shell: Shell) -> None:
+    (shell.folder / "demo").mkdir()
+    mine = shell.folder / "demo" / "train.py"
+    mine.write_text("mine\n")
+    result = shell("init", "demo")
+    assert result.exit_code == 2
+    assert "demo/train.py: it is there already" in result.stderr
+    assert "--force" in result.stderr
+    assert [mine] == list(mine.parent.iterdir()), "half of it was written"
+    assert mine.read_text() == "mine\n"
+    # A link that leads nowhere is somebody's, too.
+    mine.unlink()
+    mine.symlink_to(shell.folder / "elsewhere.py")
+    assert shell("init", "demo").exit_code == 2
+    assert not (shell.folder / "elsewhere.py").exists()
+    assert shell("init", "demo", "--force").exit_code == 0
+    assert "def train(" in mine.read_text()
+    assert not (shell.folder / "elsewhere.py").exists()
+
+
+def test_it_says_what_to_type_next(shell: Shell) -> None:
+    out = shell("init", "my runs/demo 1", "--site", "generic").stdout
+    assert "cd 'my runs/demo 1'" in out
+    assert "slurm-forge run train.yaml --runs tried" in out
+    assert "slurm-forge submit train.yaml --site generic" in out
+    assert load_job(shell.folder / "my runs/demo 1/train.yaml").name == "demo-1"
+    assert "cd " not in shell("init", "--force").stdout
+
+
+def test_a_folder_without_a_usable_name() -> None:
+    assert name_from(Path("/")) == "my-run"
+    assert name_from(Path("/x/äöü -1")) == "1"
+
+
+def test_in_a_terminal_it_asks_and_asks_again(tmp_path: Path) -> None:
+    answers = ["", "demo", "two", "2", "a100:4", "soon", "8h", "preempt"]
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "slurm_forge.cli.main", "init", "new"]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    os.close(theirs)
+    said = ""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if not select.select([ours], [], [], 0.2)[0]:
+            continue
+        try:
+            said += os.read(ours, 4096).decode()
+        except OSError:  # its side is closed
+            break
+        if said.endswith(": ") and answers:
+            os.write(ours, answers.pop(0).encode() + b"\n")
+    assert process.wait(30) == 0, said
+    os.close(ours)
+    job = load_job(tmp_path / "new" / "train.yaml")
+    assert (job.name, job.resources.nodes, job.resources.tasks_per_node) == ("demo", 2, 4)
+    assert (str(job.resources.time), job.resources.partition) == ("8:00:00", "preempt")
+    assert "not 'two'" in said
+    assert "--time: " in said
