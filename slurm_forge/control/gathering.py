@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from slurm_forge.control.protocol import At, Request, Target
+from slurm_forge.control.protocol import At, Request, RequestKind, Target
 from slurm_forge.vocabulary.position import LAST, Position
 
 __all__ = ["SETTLE_S", "Agreement", "Gathering", "Place"]
 
 #: How long a mixed picture (some ranks inside a phase, others about to enter it) may settle.
 SETTLE_S = 1.0
+#: Requests acted upon that a rank remembers: numbers rise, and the hub keeps fewer open than this.
+_REMEMBERED = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ class Agreement:
         """The request was given up before it ever had a target, on all ranks."""
         if self._pending.pop(number, None) is not None:
             self._acted.add(number)
+            self._forget_old()
 
     def arrive(self, position: Position, name: str = "", *, entering: bool = False) -> list[At]:
         """Come to ``position``, in the phase ``name``; what is to be said before waiting.
@@ -215,7 +218,13 @@ class Agreement:
             if pending.target is not None and pending.target <= self._position
         )
         self._acted.update(number for _, number in due)
+        self._forget_old()
         return tuple(self._pending.pop(number).request for _, number in due)
+
+    def _forget_old(self) -> None:
+        """Probes come every minute for months; nobody asks again for what is so long ago."""
+        if len(self._acted) > 2 * _REMEMBERED:
+            self._acted = set(sorted(self._acted)[-_REMEMBERED:])
 
     def _asks_anew(self, pending: _Pending) -> bool:
         """Give up a target behind the phase to be entered: once per phase, for the others may be
@@ -227,6 +236,9 @@ class Agreement:
         # A target inside this very phase was agreed with this rank in front of it: others may have
         # acted on it and be inside still, so that asking anew would find another one.
         if pending.target is None or pending.target.phase_place <= at.phase_place:
+            return False
+        # Asked anew it could not be given up any more: nobody waits for a probe.
+        if pending.request.kind is RequestKind.PROBE:
             return False
         self._asked_anew.add(number)
         pending.request = replace(pending.request, round=pending.request.round + 1)

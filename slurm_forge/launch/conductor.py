@@ -111,7 +111,7 @@ class Conductor:
         self._judge = ProbeJudge(
             hub,
             timing.probe_every,
-            ProbeRules(timing.probe_silence, timing.probe_deadline),
+            ProbeRules(timing.probe_silence, timing.probe_deadline, timing.hang),
             clock,
             limit=self._watchdog.limit,
             attempt=journal.attempt,

@@ -189,7 +189,8 @@ class ProbeJudge:
             return None if self._forgiven else self._take(silence, seen, now)
         if self._flight is None or self._off:
             return None
-        return self._take(weigh_probe(self._flight, seen, self._rules, now), seen, now)
+        flight = _not_before(self._flight, self._sight.fresh_from)
+        return self._take(weigh_probe(flight, seen, self._rules, now), seen, now)
 
     def _maybe_ask(self, now: float) -> None:
         members = self._hub.members()
@@ -282,7 +283,7 @@ class ProbeJudge:
 
     def _gather(self, found: Found, seen: Sequence[RankSeen], now: float) -> Event | None:
         """Evidence first; whoever talks again meanwhile was only slow."""
-        if found.silent and (not _still_silent(found, seen) or not any(e.talks for e in seen)):
+        if found.silent and not self._still_silent(found, seen):
             self._suspect = None
             return None
         if not self._stacks.over(now, [each.rank for each in seen if each.watched]):
@@ -302,10 +303,19 @@ class ProbeJudge:
             evidence=found.evidence,
         )
 
+    def _still_silent(self, found: Found, seen: Sequence[RankSeen]) -> bool:
+        if not found.ranks:  # most of the launch: it must still be so
+            return isinstance(weigh_silence(seen, self._rules), (Found, AskNetwork))
+        named = [each for each in seen if each.rank in found.ranks]
+        return any(e.talks for e in seen) and not any(each.talks for each in named)
 
-def _still_silent(found: Found, seen: Sequence[RankSeen]) -> bool:
-    named = [each for each in seen if each.rank in found.ranks]
-    return not any(each.talks for each in named)
+
+def _not_before(flight: Flight, since: float) -> Flight:
+    """The same for the clocks: nothing began before ``since``, when the job was suspended."""
+    if flight.asked >= since:
+        return flight
+    arrived = {rank: max(at, since) for rank, at in flight.arrived.items()}
+    return replace(flight, asked=since, arrived=arrived)
 
 
 def _of_network(said: NetworkVerdict, other: object, seen: Sequence[RankSeen]) -> Found:

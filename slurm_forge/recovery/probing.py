@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from slurm_forge.recovery.stalls import longest_excuse
+from slurm_forge.recovery.stretches import Rules
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = [
@@ -48,10 +50,20 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class ProbeRules:
-    """How long a rank may be silent, and a probe under way."""
+    """How long a rank may be silent, and a probe under way; ``hang`` are the watchdog's."""
 
     silence: timedelta
     deadline: timedelta
+    hang: Rules | None = None
+
+    def patience(self, limit: float) -> float:
+        """Seconds for one that talks, and may compute or compile: never less than the watchdog
+        grants it, which looks at its stacks.
+        """
+        own = _PATIENCE * self.deadline.total_seconds()
+        if self.hang is None:
+            return own
+        return max(own, longest_excuse(self.hang, timedelta(seconds=limit)).total_seconds())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,11 @@ class RankSeen:
     def watched(self) -> bool:
         """Whether its witness has been heard just now."""
         return self.witness is not None and self.witness < FRESH_S
+
+    @property
+    def runs(self) -> bool:
+        """Whether its witness sees it live and not stopped, whatever it says itself."""
+        return self.watched and self.state not in _STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +190,11 @@ def weigh_silence(
 
     Nobody is judged while a debugger holds one of them, nor while others have just fallen silent
     too.  Who is silent while its witness sees it run holds the interpreter's lock, and is left to
-    the watchdog.
+    the watchdog; so is a launch of which nobody talks for that reason: it is not suspended.
     """
     limit = rules.silence.total_seconds()
     if seen and not any(each.talks for each in seen):
-        return SUSPENDED
+        return NOTHING if any(each.runs for each in seen) else SUSPENDED
     quiet = [each for each in seen if each.silent >= limit]
     if not quiet or any(each.watched and each.state == _TRACED for each in seen):
         return NOTHING
@@ -237,7 +254,7 @@ def weigh_probe(
     missing = [each for each in seen if each.rank not in flight.arrived]
     if missing:
         since = now - min(flight.arrived.values(), default=flight.asked)
-        return _not_come(flight, missing, since, deadline, seen)
+        return _not_come(flight, missing, since, rules, seen)
     since = now - max(flight.arrived.values())
     if since < deadline:
         return NOTHING
@@ -318,12 +335,13 @@ def _not_come(
     flight: Flight,
     missing: Sequence[RankSeen],
     since: float,
-    deadline: float,
+    rules: ProbeRules,
     seen: Sequence[RankSeen],
 ) -> Nothing | Found | AskNetwork:
     """They talk: a matter for the watchdog, until patience is at its end."""
+    deadline = rules.deadline.total_seconds()
     late = [each for each in missing if each.phase in _PLAIN and each.since > each.limit]
-    if len(late) < len(missing) or since < _PATIENCE * deadline:
+    if len(late) < len(missing) or since < max(rules.patience(each.limit) for each in late):
         # Where links are bad the step before may take for ever, while everybody talks.
         plain = all(each.phase in _PLAIN for each in seen)
         return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control.stack_text import Where
-from slurm_forge.recovery.stretches import Stretches
+from slurm_forge.recovery.stretches import Rules, Stretches
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = ["FROZEN", "Excused", "Look", "RankView", "Stall", "Standstill", "judge", "standstill"]
@@ -135,7 +135,7 @@ def judge(
     """
     late = _late(found, views, second)
     judged = late or found.over
-    patience = max(stretches.rules.at_most, 2 * found.limit)
+    patience = _patience(stretches.rules, found.limit)
     compiling = [r for r in found.over if _where(first, r).compiling or _where(second, r).compiling]
     if compiling and found.since < _COMPILING * patience:
         return Excused(
@@ -156,6 +156,15 @@ def judge(
         evidence=_evidence(found, late, views, second, stretches),
         files=tuple(second[r].file for r in (late or sorted(second)) if _file(second, r)),
     )
+
+
+def longest_excuse(rules: Rules, limit: timedelta) -> timedelta:
+    """How long a rank that compiles is left alone at most; one that computes has a part of it."""
+    return _COMPILING * _patience(rules, limit)
+
+
+def _patience(rules: Rules, limit: timedelta) -> timedelta:
+    return max(rules.at_most, 2 * limit)
 
 
 def _late(

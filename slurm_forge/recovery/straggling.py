@@ -11,7 +11,7 @@ as fast as everybody's: nobody is told of it.  A rank whose own part has *become
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -32,6 +32,8 @@ _USUAL = 8
 _SPREADS = 3.0
 #: Trials that count: the newest ones of each rank; so many must have come since it began.
 _TRIALS = 3
+#: So many where somebody has had more to do for long: each further trial is one more chance to err.
+_MANY_TRIALS = 6
 _NEW_TRIALS = 3
 #: A trial agrees if it explains this much of what the rank is slower by.
 _EXPLAINS = 0.4
@@ -40,6 +42,10 @@ _SHOWN = 8
 _LEAST = 1e-3
 #: Windows that must say that a thread is kept from its processors: each by itself scatters.
 _QUEUED = 6
+#: Windows of a row that count, an hour at shipped settings: who has more to do has it for weeks.
+_KEPT = 240
+#: Whoever has been slow for so many windows has had more to do for long.
+_LONG = 24
 #: Above so many hosts the median of all is as good as that of all others.
 _MANY_HOSTS = 8
 
@@ -118,9 +124,9 @@ class _Row:
     windows: int = 0
     steps: int = 0
     trials: int = 0
-    factors: list[float] = field(default_factory=list)
-    lost: list[float] = field(default_factory=list)
-    queued: list[float] = field(default_factory=list)
+    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    lost: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    queued: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     throttled: int = -1
 
     @property
@@ -164,13 +170,17 @@ class Straggling:
 
     def trial(self, rank: int) -> float:
         """The middle of a rank's newest trials in seconds; 0 where there was none."""
-        return median(self._trials[rank]) if self._trials.get(rank) else 0.0
+        newest = self._newest(rank)
+        return median(newest) if newest else 0.0
+
+    def _newest(self, rank: int, count: int = _TRIALS) -> list[float]:
+        return list(self._trials.get(rank, ()))[-count:]
 
     def window(self, readings: Sequence[Reading]) -> tuple[Straggler | Over, ...]:
         """One more window of all ranks; who has become slow by it, or has ceased to be."""
         for each in readings:
             if each.trial_s > 0:
-                kept = self._trials.setdefault(each.rank, deque(maxlen=_TRIALS))
+                kept = self._trials.setdefault(each.rank, deque(maxlen=_MANY_TRIALS))
                 kept.append(each.trial_s)
         self._seen += 1
         self._latest_step = max((each.step for each in readings), default=0)
@@ -220,7 +230,7 @@ class Straggling:
         for host, on_it in hosts.items():
             limit = self._exit if host in self._named else self._factor
             for one in on_it:
-                newest = self._trials.get(one.rank, ())
+                newest = self._newest(one.rank)
                 others = rest.get(one.rank)
                 if others is None or len(newest) < _TRIALS:
                     continue
@@ -323,7 +333,8 @@ class Straggling:
             if rank not in rest or rest[rank].middle <= 0:
                 continue
             # The best of its newest ones: a neighbour that gets in the way once is no evidence.
-            least, others = min(self._trials[rank]), rest[rank]
+            many = _TRIALS if row.windows <= _LONG else _MANY_TRIALS
+            least, others = min(self._newest(rank, many)), rest[rank]
             surely = least - others.middle > _SPREADS * others.spread
             found.append(least / others.middle if surely else min(1.0, least / others.middle))
         return median(found) if found else 0.0
@@ -433,9 +444,10 @@ class _Rest:
     spread: float
 
 
-def _lower(values: Sequence[float]) -> float:
+def _lower(values: Iterable[float]) -> float:
     """What three of four are above."""
-    return sorted(values)[len(values) // 4]
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4]
 
 
 def _by_host(readings: Sequence[Reading]) -> dict[str, list[Reading]]:

@@ -7,6 +7,7 @@ can tell.  Named is a minority at most: where half of them can't reach the other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,7 +27,8 @@ _CUT_S = 2.5
 _DELAYED_S = 0.1
 _TIMES_USUAL = 10.0
 _TIMES_OWN = 3.0
-_SHOWN = 4
+#: Of how many hosts it is told what speaks against them.
+_LINES = 8
 
 
 class Trouble(str, Enum):
@@ -103,7 +105,7 @@ def unreached(
         lines = [Evidence("network", text)]
         confidence = Confidence.GUESS
     else:
-        lines = [_line(host, bad, fine, good, how) for host in named]
+        lines = [_line(host, bad, fine, good, how) for host in named[:_LINES]]
         told = all(sum(host in pair for pair in bad) > 1 for host in named) or bool(fine)
         confidence = Confidence.LIKELY if told else Confidence.GUESS
     if 2 * len(named) >= len(hosts) or "" in named:
@@ -173,16 +175,16 @@ def _culprits(
     """Hosts that explain all bad links, and the ends of a last one that both explain it as well."""
     left = set(bad)
     named: list[str] = []
-
-    def score(host: str) -> tuple[float, float, int]:
-        against = sum(host in pair for pair in left)
-        speaks_for = sum(host in pair for pair in fine)
-        return against - speaks_for, against / (against + speaks_for), against
-
+    speak_for = Counter(host for pair in fine for host in pair)
     while left:
-        ends = sorted({host for pair in left for host in pair})
-        best = max(ends, key=score)
-        equal = [host for host in ends if score(host) == score(best)]
+        counted = Counter(host for pair in left for host in pair)
+        ends = sorted(counted)
+        score = {
+            host: (against - speak_for[host], against / (against + speak_for[host]), against)
+            for host, against in counted.items()
+        }
+        best = max(ends, key=score.__getitem__)
+        equal = [host for host in ends if score[host] == score[best]]
         if len(left) == 1 and len(equal) == 2:
             return named, tuple(equal)
         named.append(best)

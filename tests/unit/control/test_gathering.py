@@ -396,6 +396,34 @@ def test_a_target_that_comes_while_a_rank_is_about_to_enter_is_asked_anew_once()
     assert agreement.go_on() == ()
 
 
+def test_nobody_waits_at_an_evaluation_for_a_probe_that_is_agreed_for_behind_it() -> None:
+    """Others may hold their interpreter's lock by now: asked anew it could not be given up."""
+    agreement = Agreement()
+    agreement.asked(Request(id=1, kind=RequestKind.PROBE, reason=""))
+    agreement.told(Target(id=1, round=0, position=Position(5)))
+    assert agreement.arrive(Position(4, 1), "eval", entering=True) == []
+    assert not agreement.blocked
+    assert agreement.go_on() == ()
+    agreement.arrive(Position(5))
+    assert [request.id for request in agreement.go_on()] == [1]
+
+
+def test_what_was_acted_on_long_ago_is_not_remembered_for_ever() -> None:
+    agreement = Agreement()
+    for number in range(1, 5001):
+        agreement.asked(Request(id=number, kind=RequestKind.PROBE, reason=""))
+        if number % 2:
+            agreement.withdrawn(number)
+        else:
+            agreement.told(Target(id=number, round=0, position=Position(number)))
+            agreement.arrive(Position(number))
+            assert [request.id for request in agreement.go_on()] == [number]
+        assert not agreement.pending
+    assert len(agreement._acted) <= 1000
+    agreement.asked(Request(id=5000, kind=RequestKind.PROBE, reason="", round=1))
+    assert not agreement.pending, "what was acted on is never acted on again"
+
+
 def test_a_target_inside_the_phase_to_be_entered_stands() -> None:
     """It was agreed with this rank in front of the phase, which waits there for another request."""
     agreement = Agreement()

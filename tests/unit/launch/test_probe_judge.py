@@ -246,6 +246,38 @@ def test_a_gap_of_our_own_clock_excuses_everybody() -> None:
         assert scene.wait(2) == []
 
 
+def test_a_job_that_is_suspended_while_a_probe_is_under_way_has_its_time_anew() -> None:
+    """What was swapped out meanwhile takes some seconds to come back."""
+    network = Network()
+    scene = Scene(network=network).asked()
+    scene.arrive(0, 1, 2, 3)
+    scene.done(0, 1)
+    scene.silent |= {0, 1, 2, 3}
+    scene.wait(3600, watched=False)
+    scene.silent.clear()
+    assert scene.wait(29) == []
+    assert (network.asked, scene.judge.failed) == (0, None)
+    scene.done(2, 3)
+    scene.wait(1)
+    assert len(scene.fine) == 1
+
+
+def test_most_of_the_launch_that_talks_again_while_evidence_is_gathered_was_only_slow() -> None:
+    scene = Scene()
+    for rank in range(4):
+        scene.beat(rank)
+    scene.wait(20)
+    scene.silent |= {1, 2, 3}
+    while not scene.hub.asked:
+        assert scene.wait(0.25) == []
+        assert scene.now < 100, "stacks are asked for first"
+    scene.silent.clear()
+    for rank in range(4):
+        scene.beat(rank)
+    assert scene.wait(30) == []
+    assert scene.judge.failed is None
+
+
 def test_the_networks_word_comes_before_the_naming_of_silent_hosts() -> None:
     """Where whoever listens is cut off, all others are silent, and it is not they."""
     network = Network(ranks=(0,), hosts=("n0",))

@@ -13,7 +13,10 @@ from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import WitnessView
 from slurm_forge.control.links import Connection
 from slurm_forge.journal.events import StallSeen, StretchesLearned
+from slurm_forge.launch.probe_judge import ProbeJudge
+from slurm_forge.launch.sight import Sight
 from slurm_forge.launch.watchdog import Watchdog
+from slurm_forge.recovery.probing import ProbeRules
 from slurm_forge.recovery.stretches import Rules
 
 RULES = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
@@ -313,3 +316,42 @@ def test_switched_off() -> None:
     made = scene(rules=None)
     assert made.pass_time(10_000.0) == []
     assert made.asked == 0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_interpreter_held_by_c_code_is_a_hang_with_a_probe_beside_too(world: int) -> None:
+    """No rank talks, and still the job is not suspended: all witnesses see them live."""
+
+    class Held(Scene):
+        since = 1e9
+
+        def heard(self, rank: Rank) -> float:
+            return min(self.now, self.since)
+
+    scene = Held([Rank(number) for number in range(world)])
+    sight = Sight(scene, lambda: scene.now)  # type: ignore[arg-type]
+    dog = scene.dog = Watchdog(
+        scene,  # type: ignore[arg-type]
+        RULES,
+        lambda: scene.now,
+        attempt=1,
+        launch=1,
+        sight=sight,
+    )
+    judge = ProbeJudge(
+        scene,  # type: ignore[arg-type]
+        timedelta(hours=1),
+        ProbeRules(timedelta(seconds=5), timedelta(seconds=30)),
+        lambda: scene.now,
+        limit=dog.limit,
+        attempt=1,
+        launch=1,
+        sight=sight,
+    )
+    scene.train(20, 1.0)
+    scene.since = scene.now
+    told = []
+    for _ in range(120):
+        told += scene.pass_time(0.5)
+        assert judge.look(scene.now) is None
+    assert [each.late_ranks for each in told] == [(0,) if world == 1 else ()]

@@ -25,6 +25,7 @@ from slurm_forge.recovery.probing import (
     weigh_probe,
     weigh_silence,
 )
+from slurm_forge.recovery.stretches import Rules
 from slurm_forge.recovery.strikes import strikes_of
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
@@ -68,6 +69,12 @@ def test_a_process_in_the_kernel_has_the_deadline() -> None:
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_process_that_holds_the_interpreters_lock_is_left_to_the_watchdog(state: str) -> None:
     seen = but(ranks(), 2, silent=3600.0, state=state)
+    assert isinstance(weigh_silence(seen, RULES), Nothing)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_launch_all_of_whose_interpreters_are_held_is_not_suspended(world: int) -> None:
+    seen = [replace(each, silent=60.0, state="R") for each in ranks(world)]
     assert isinstance(weigh_silence(seen, RULES), Nothing)
 
 
@@ -167,7 +174,9 @@ views = st.lists(
 def test_who_talks_is_never_named_for_silence_nor_all_at_once(seen: list[RankSeen]) -> None:
     verdict = weigh_silence(seen, RULES)
     if not any(each.talks for each in seen):
-        assert isinstance(verdict, Suspended)
+        # A job is suspended with its witnesses, and what they see is stopped.
+        runs = any(each.watched and each.state not in ("T", "Z") for each in seen)
+        assert isinstance(verdict, Nothing if runs else Suspended)
         return
     found = verdict.otherwise if isinstance(verdict, AskNetwork) else verdict
     if isinstance(found, Found):
@@ -240,6 +249,14 @@ def test_a_rank_that_talks_and_does_not_come_is_late_after_ten_deadlines() -> No
     found = weigh_probe(flight(0, 1, 2), seen, RULES, 401.0)
     assert isinstance(found, Found)
     assert (found.ranks, found.silent) == ((3,), False)
+
+
+def test_who_computes_or_compiles_has_no_less_time_than_the_watchdog_grants() -> None:
+    """That one looks at the stacks before it says that somebody is late."""
+    rules = replace(RULES, hang=Rules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
+    seen = but(ranks(), 3, since=1700.0)
+    assert weigh_probe(flight(0, 1, 2), seen, rules, 100.0 + 1790.0) == AskNetwork(Nothing())
+    assert isinstance(weigh_probe(flight(0, 1, 2), seen, rules, 100.0 + 1810.0), Found)
 
 
 def test_all_came_and_it_does_not_end_asks_the_network() -> None:

@@ -179,6 +179,32 @@ def test_a_node_that_is_slow_from_the_start() -> None:
     assert (slow.host, slow.why) == ("n03", Why.NODE)
 
 
+def test_who_has_had_more_to_do_for_long_is_not_blamed_for_three_slow_trials() -> None:
+    """A stage of a pipeline is tried every minute for weeks: some of the trials come late."""
+    straggling = Straggling(1.25)
+    said: list[tuple[int, Straggler | Over]] = []
+    for window in range(-600, 120):
+        late = 60 <= window < 72 or window >= 80
+        found = straggling.window(
+            [
+                Reading(
+                    rank=rank,
+                    host=f"n{rank}",
+                    step=30 * (window + 601),
+                    count=30,
+                    own_s=0.13 if rank == 2 else 0.1,
+                    trial_s=(0.0 if window % TRIALS else 2.4e-4 if late and rank == 2 else 2e-4),
+                )
+                for rank in range(4)
+            ]
+        )
+        said += [(window, each) for each in found]
+        assert all(len(row.factors) <= 240 for row in straggling._rows.values())
+    ((at, slow),) = said
+    assert isinstance(slow, Straggler)
+    assert (at, slow.host, slow.why) == (100, "n2", Why.NODE)
+
+
 def test_who_gets_more_to_do_than_before_is_told_and_the_node_is_not_blamed() -> None:
     ((_, slow),) = named(Job(5, slow=frozenset({2}), by=2.0, trial_too=False))
     assert (slow.host, slow.why, slow.why.of_node) == ("n01", Why.WORK, False)

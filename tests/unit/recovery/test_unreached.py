@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from itertools import combinations
 
@@ -184,3 +185,20 @@ def test_a_standstill_names_whom_the_network_names_instead() -> None:
     two = with_network(stall, unreached(views(2, {"n02": CUT}), ranks(2)), ranks(4))
     assert (two.late_ranks, two.cause) == (stall.late_ranks, Cause.HANG)
     assert two.evidence[0].source == "network"
+
+
+def test_a_network_that_is_bad_everywhere_is_judged_in_a_moment() -> None:
+    """The supervisor hears of nothing else meanwhile: of hundreds of hosts it took minutes."""
+    count = 300
+    fine = Link(peer="x", rtt=2e-4, min_rtt=1e-4)
+    cut = Link(peer="x", retransmits=5, unanswered=4.0)
+    seen = [
+        LinkSeen(f"n{at:03}", f"n{(at + far) % count:03}", cut if (at * far) % 7 == 3 else fine)
+        for at in range(count)
+        for far in range(1, 11)
+    ]
+    before = time.process_time()
+    found = unreached(seen, {rank: f"n{rank:03}" for rank in range(count)})
+    assert time.process_time() - before < 3.0
+    assert found.how is not Trouble.NONE
+    assert len(found.evidence) < 20
