@@ -288,7 +288,7 @@ class PreflightJudge:
 
 _UNNAMED = {
     Why.FOUND: "a collective fails, and not because of a few nodes",
-    Why.EVERYBODY: "no two nodes can do a collective together",
+    Why.EVERYBODY: "no two of the nodes that were tried together can do a collective",
     Why.NOT_AGAIN: "a collective failed, and did not when it was tried again",
     Why.AT_SCALE: "a collective of all nodes fails, and of no part of them",
 }

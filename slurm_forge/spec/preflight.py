@@ -9,8 +9,12 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from slurm_forge.spec.types import PositiveDuration, Section
+from slurm_forge.units import format_duration
 
 __all__ = ["PreflightSpec"]
+
+#: A busy node takes seconds to fork a large process, and its storage to answer.
+_LEAST_WITHIN = timedelta(seconds=5)
 
 
 class PreflightSpec(Section):
@@ -34,3 +38,12 @@ class PreflightSpec(Section):
         if data is False:
             raise ValueError('to switch it off, write "preflight: {enabled: false}"')
         return data
+
+    @model_validator(mode="after")
+    def _long_enough_for_a_healthy_node(self) -> PreflightSpec:
+        if self.within < _LEAST_WITHIN:
+            raise ValueError(
+                f"within ({format_duration(self.within)}) must be 5s or more: a healthy node that "
+                "is busy would be refused"
+            )
+        return self

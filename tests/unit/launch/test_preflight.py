@@ -177,7 +177,9 @@ def test_where_nobody_can_be_named_training_begins_and_it_is_told() -> None:
         scene.report(rank)
     measured = scene.play(lambda _: True)
     assert measured.ok and measured.bad == ()
-    assert measured.told == ("no two nodes can do a collective together (x)",)
+    assert measured.told == (
+        "no two of the nodes that were tried together can do a collective (x)",
+    )
     assert scene.asked().groups == ()
 
 

@@ -130,6 +130,7 @@ IN_A_JOB = [
     ("probe: off", 3, 'probe: off without quotes is a truth value to some readers of YAML and text to others; write false, or quote it: "off"'),
     ("preflight: false", 3, 'preflight: to switch it off, write "preflight: {enabled: false}"'),
     ("preflight: {within: 0s}", 3, "preflight.within: must be longer than 0"),
+    ("preflight: {within: 4s}", 3, "preflight: within (4s) must be 5s or more: a healthy node that is busy would be refused"),
     ("preflight: {withn: 5s}", 3, 'preflight.withn: unknown key (did you mean "within"?)'),
     ("probe: {straggler: 0.9}", 3, "probe.straggler: expected more than 1, got 0.9"),
     ("probe: {stragglers: 2}", 3, 'probe.stragglers: unknown key (did you mean "straggler"?)'),
