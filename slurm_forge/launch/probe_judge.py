@@ -30,6 +30,7 @@ from slurm_forge.recovery.probing import (
     weigh_silence,
 )
 from slurm_forge.recovery.stalls import Look
+from slurm_forge.recovery.unreached import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = ["NetworkVerdict", "NetworkWatch", "ProbeJudge", "ProbeObserver"]
@@ -64,6 +65,10 @@ class NetworkVerdict(Protocol):
     @property
     def hosts(self) -> tuple[str, ...]:
         """Their hosts."""
+
+    @property
+    def how(self) -> Trouble:
+        """What is the matter with them."""
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
@@ -323,9 +328,13 @@ def _of_network(said: NetworkVerdict, other: object, seen: Sequence[RankSeen]) -
     before = other.evidence if isinstance(other, Found) else ()
     hosts = {each.rank: each.host for each in seen}
     named = [each for each in seen if each.rank in said.ranks]
+    silent = bool(named) and not any(each.talks for each in named)
+    # Whom neither we nor the others reach is gone, as far as this job goes: another launch towards
+    # it would wait for ranks that never come.
+    gone = silent and said.how is Trouble.CUT and said.confidence is not Confidence.GUESS
     return Found(
-        cause=Cause.HANG,
-        silent=bool(named) and not any(each.talks for each in named),
+        cause=Cause.NODE_FAIL if gone else Cause.HANG,
+        silent=silent,
         ranks=said.ranks,
         hosts=tuple(hosts.get(rank, "?") for rank in said.ranks),
         step=max(each.step for each in seen),

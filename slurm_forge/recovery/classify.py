@@ -51,8 +51,10 @@ def _where(
     facts: LaunchFacts, cause: Cause, first: RankFailure | None
 ) -> tuple[int | None, tuple[str, ...]]:
     """The rank and the hosts that the incident started on, where that is known."""
-    nodes = failed_nodes(facts)
-    if cause is Cause.NODE_FAIL and nodes and facts.refused is None:
+    nodes, named = failed_nodes(facts), _named(facts)
+    # Who was named while the launch went on is, or is one of, those that are gone.
+    agree = not named or bool(named & set(nodes))
+    if cause is Cause.NODE_FAIL and nodes and facts.refused is None and agree:
         on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
         return (on_it[0] if on_it else None), nodes
     refused = facts.refused

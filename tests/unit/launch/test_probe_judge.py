@@ -12,6 +12,7 @@ from slurm_forge.control.hub import WitnessView
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.probe_judge import ProbeJudge
 from slurm_forge.recovery.probing import ProbeRules
+from slurm_forge.recovery.unreached import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 
@@ -54,6 +55,7 @@ class Network:
     hosts: tuple[str, ...] = ()
     evidence: tuple[Evidence, ...] = (Evidence("network", "n3 does not acknowledge"),)
     confidence: Confidence = Confidence.LIKELY
+    how: Trouble = Trouble.CUT
     asked: int = 0
 
     def ask(self) -> None:
@@ -288,6 +290,37 @@ def test_the_networks_word_comes_before_the_naming_of_silent_hosts() -> None:
     assert isinstance(verdict, ProbeMeasured)
     assert (verdict.late_ranks, verdict.late_hosts) == ((0,), ("n0",))
     assert any(each.source == "network" for each in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("how", "confidence", "cause"),
+    [
+        (Trouble.CUT, Confidence.LIKELY, Cause.NODE_FAIL),
+        (Trouble.CUT, Confidence.GUESS, Cause.HANG),
+        (Trouble.DELAYED, Confidence.LIKELY, Cause.HANG),
+    ],
+)
+def test_a_host_that_nobody_reaches_is_gone(
+    how: Trouble, confidence: Confidence, cause: Cause
+) -> None:
+    """Ranks would be started towards it again, and waited for in vain."""
+    network = Network(ranks=(3,), hosts=("n3",), how=how, confidence=confidence)
+    scene = Scene(network=network)
+    scene.wait(20)
+    scene.silent.add(3)
+    scene.wait(30)
+    assert scene.judge.failed is not None
+    assert (scene.judge.failed.cause, scene.judge.failed.hosts) == (cause, ("n3",))
+
+
+def test_a_host_that_talks_to_us_is_not_gone() -> None:
+    """The supervisor's own, for one: it is there, whether or not the others reach it."""
+    scene = Scene(network=Network(ranks=(0,), hosts=("n0",)))
+    scene.wait(20)
+    scene.silent |= {1, 2, 3}
+    scene.wait(30)
+    assert scene.judge.failed is not None
+    assert scene.judge.failed.cause is Cause.HANG
 
 
 def test_a_silent_host_is_named_where_the_network_has_nothing_against_anybody() -> None:

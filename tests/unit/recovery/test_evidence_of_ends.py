@@ -352,6 +352,16 @@ def test_a_value_that_arrived_changed_is_an_error_of_nccl_on_its_sender() -> Non
     assert (incident.rank, incident.hosts) == (3, ("n4",))
 
 
+def test_a_host_that_was_named_as_gone_is_the_one_and_not_those_that_it_did_not_hear() -> None:
+    probe = late(Cause.NODE_FAIL)
+    assert judged(probe=probe).hosts == ("n4",)
+    down = NodeRecord(name="n2", state=("DOWN", "NOT_RESPONDING"), reason="Not responding")
+    incident = judged(probe=probe, nodes=(down,))
+    assert (incident.cause, incident.rank, incident.hosts) == (Cause.NODE_FAIL, 3, ("n4",))
+    same = NodeRecord(name="n4", state=("DOWN", "NOT_RESPONDING"), reason="Not responding")
+    assert judged(probe=probe, nodes=(same,)).hosts == ("n4",)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_the_lost_node_is_named_whoever_speaks_first(first: bool) -> None:
     lines = [
