@@ -23,7 +23,7 @@ from slurm_forge.control.addresses import (
 from slurm_forge.control.protocol import Publish
 from slurm_forge.errors import ConfigError, ControlChannelError
 
-__all__ = ["Groups", "choose_device", "join"]
+__all__ = ["Groups", "choose_device", "join", "refuse_another"]
 
 _STORE_KEY = "store"
 #: Thread blocks of a probe: its kernel must find room beside the training's.
@@ -73,7 +73,7 @@ def join(
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return Groups()
     if dist.is_initialized():
-        _refuse_another(rank, world_size)
+        refuse_another(rank, world_size)
     else:
         store = PrefixStore(nonce, _store(member, rank, world_size, wait, own_address))
         dist.init_process_group(
@@ -111,11 +111,14 @@ def _probe_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _refuse_another(rank: int, world_size: int) -> None:
+def refuse_another(rank: int, world_size: int) -> None:
     """The default group that a script has made is used if it has all ranks, as they are numbered.
 
-    Its timeout and its backend are the script's; our groups beside it are made as ever.
+    Its timeout and its backend are the script's; our groups beside it are made as ever.  For a
+    single rank any group will do.  Raises ``ConfigError``.
     """
+    if world_size == 1 or not dist.is_initialized():
+        return
     theirs = dist.get_rank(), dist.get_world_size()
     if theirs != (rank, world_size):
         raise ConfigError(

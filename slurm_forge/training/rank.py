@@ -190,13 +190,14 @@ class Rank:
         from slurm_forge.training.context import RankContext
         from slurm_forge.training.entry import load_entry
         from slurm_forge.training.preflight import Preflight, wanted_of_run
-        from slurm_forge.training.process_group import choose_device, join
+        from slurm_forge.training.process_group import choose_device, join, refuse_another
         from slurm_forge.training.run import Run
 
         imported = time.time()
         member, place, spec = self._member, self._place, self._file.job
         brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
         self._brief = brief
+        refuse_another(place.rank, place.world_size)  # before others are waited for
         take_on_plan(self._file, brief.plan)  # read when groups are made, below
         wanted = wanted_of_run(
             self._directory,

@@ -358,6 +358,18 @@ def children_of(pid: int) -> tuple[int, ...]:
     return tuple(pid for pid in found if is_alive(pid))
 
 
+def loader_workers_of(pid: int) -> tuple[int, ...]:
+    """Living children that were forked for data: not the witness."""
+    return tuple(child for child in children_of(pid) if b"training.witness" not in argv_of(child))
+
+
+def argv_of(pid: int) -> bytes:
+    """The words that a process was started with; empty where it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process runs (a zombie does not)."""
     return state_of(pid) not in ("", "Z", "X")

@@ -36,9 +36,9 @@ from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import (
     Gate,
     Launch,
-    children_of,
     is_alive,
     launched,
+    loader_workers_of,
     new_run,
     newest_manifest,
 )
@@ -358,7 +358,7 @@ def test_all_stop_at_the_same_step(case: Case, tmp_path: Path) -> None:
     before, gates = newest_manifest(run), Gates()
     with launched(run, case.ranks, program(case, gates)) as launch:
         in_place(case, launch, gates)
-        workers = [pid for rank in launch.group.pids for pid in children_of(rank)]
+        workers = [pid for rank in launch.group.pids for pid in loader_workers_of(rank)]
         if case.moment not in (Moment.BUILD, Moment.LOAD, Moment.END, Moment.ANY):
             assert len(workers) == case.ranks * case.workers
         if case.moment is Moment.FROZEN:
@@ -498,7 +498,7 @@ def test_a_launch_that_is_over_leaves_nothing_behind(what: str, tmp_path: Path) 
             launch.at(failing, 1)
         launch.until(lambda: launch.doing("data", [0], 0), "the data wait")
         launch.until(lambda: launch.doing("train", [1, 2], 0), "the collective")
-        workers = [pid for rank in launch.group.pids for pid in children_of(rank)]
+        workers = [pid for rank in launch.group.pids for pid in loader_workers_of(rank)]
         assert len(workers) == 6
         match what:
             case "a rank fails":
@@ -522,7 +522,7 @@ def test_stuck_loader_workers_do_not_keep_a_stopped_run_from_ending(tmp_path: Pa
     with launched(run, 2, train, exits=True) as launch:
         launch.at(gate, 4)
         launch.until(lambda: launch.doing("data", [0, 1], 0), "the data wait")
-        workers = [pid for rank in launch.group.pids for pid in children_of(rank)]
+        workers = [pid for rank in launch.group.pids for pid in loader_workers_of(rank)]
         launch.kill(0, signal.SIGTERM, everything=True)
         launch.gone_within([*launch.group.pids, *workers], LIMIT_S)
     assert launch.exitcodes == [0, 0]
