@@ -5,7 +5,7 @@ Talks to the hub only.  What answers and silence mean is decided in ``recovery.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
@@ -16,6 +16,7 @@ from slurm_forge.control.probe_words import BANDWIDTH
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.sight import Sight
 from slurm_forge.launch.stack_round import StackRound
+from slurm_forge.recovery.in_words import SHOWN, some_ranks
 from slurm_forge.recovery.probing import (
     AskNetwork,
     Fine,
@@ -43,7 +44,6 @@ _AGREED_WITHIN_S = 10.0
 _TALKS_S = 2.0
 #: Fine probes are written down rarely: the first, then one in so many.
 _SAMPLE = 30
-_SHOWN = 8
 
 
 class ProbeObserver(Protocol):
@@ -351,14 +351,14 @@ def _with_stacks(found: Found, looks: Mapping[int, Look]) -> Found:
         if rank not in found.ranks and look.where is not None and look.where.together
     ]
     lines = list(found.evidence)
-    for rank in found.ranks[:_SHOWN]:
+    for rank in found.ranks[:SHOWN]:
         look = looks.get(rank)
         if look is not None and look.where is not None and look.where.top:
             lines.append(Evidence(f"rank {rank}", look.where.top))
     if waiting:
         calls = {look.where.call for look in looks.values() if look.where is not None}
         where = " and ".join(sorted(calls - {""}))
-        lines.append(Evidence("others", f"{_ranks(waiting)} waiting in {where}"))
+        lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
     files = tuple(looks[r].file for r in (found.ranks or sorted(looks)) if _file(looks, r))
     files = files or tuple(look.file for look in looks.values() if look.file)[:1]
     if files:
@@ -368,8 +368,3 @@ def _with_stacks(found: Found, looks: Mapping[int, Look]) -> Found:
 
 def _file(looks: Mapping[int, Look], rank: int) -> bool:
     return rank in looks and bool(looks[rank].file)
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    shown = ", ".join(map(str, list(ranks)[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

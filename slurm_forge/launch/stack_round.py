@@ -9,10 +9,23 @@ from slurm_forge.control import protocol as p
 from slurm_forge.control.stack_text import where
 from slurm_forge.recovery.stalls import Look
 
-__all__ = ["StackRound"]
+__all__ = ["StackRound", "look_of"]
 
 #: A witness that has not answered by then is as stuck as its rank.
 _WITHIN_S = 3.0
+
+
+def look_of(message: p.Stacks, now: float) -> Look:
+    """What a witness has found, as it is judged."""
+    return Look(
+        at=now,
+        state=message.state,
+        cpu_s=message.cpu_s,
+        where=where(message.text),
+        text=message.text,
+        file=message.file,
+        how=message.how,
+    )
 
 
 class StackRound:
@@ -40,15 +53,7 @@ class StackRound:
     def hear(self, rank: int, message: p.Stacks, now: float) -> None:
         """A witness has found something; what belongs to another round is left alone."""
         if message.id == self._number:
-            self.looks[rank] = Look(
-                at=now,
-                state=message.state,
-                cpu_s=message.cpu_s,
-                where=where(message.text),
-                text=message.text,
-                file=message.file,
-                how=message.how,
-            )
+            self.looks[rank] = look_of(message, now)
 
     def over(self, now: float, expected: Collection[int]) -> bool:
         """Whether those that can answer have, or have had time enough."""

@@ -11,10 +11,10 @@ from datetime import timedelta
 
 from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
-from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
 from slurm_forge.launch.network_watch import NetworkWatch
 from slurm_forge.launch.sight import Sight
+from slurm_forge.launch.stack_round import look_of
 from slurm_forge.recovery.stalls import FROZEN, Excused, Look, RankView, Stall, judge, standstill
 from slurm_forge.recovery.stretches import Rules, Stretches
 from slurm_forge.recovery.unreached import with_network
@@ -88,15 +88,7 @@ class Watchdog:
         elif isinstance(message, p.Stacks) and self._suspicion is not None:
             if message.id != self._suspicion.number:
                 return
-            self._suspicion.looks[rank] = Look(
-                at=self._clock(),
-                state=message.state,
-                cpu_s=message.cpu_s,
-                where=where(message.text),
-                text=message.text,
-                file=message.file,
-                how=message.how,
-            )
+            self._suspicion.looks[rank] = look_of(message, self._clock())
 
     def forgive(self) -> None:
         """The policy only warns of it: not before they have been there for twice as long again."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from slurm_forge.recovery.in_words import FROZEN_WORDS, SHOWN, some_ranks
 from slurm_forge.recovery.stalls import longest_excuse
 from slurm_forge.recovery.stretches import Rules
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -45,7 +46,6 @@ _DARK = 2.0
 #: Steps that all must have done behind a probe for training to go on beside it.
 _GOES_ON = 2
 _PLAIN = frozenset({"train", "data"})
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,9 @@ def weigh_silence(
         # Of two hosts either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY
         return AskNetwork(_silent_found(dark, seen, confidence))
-    text = f"{_ranks([each.rank for each in dark])} silent for {longest:.0f} s, most of the launch"
+    text = (
+        f"{some_ranks([each.rank for each in dark])} silent for {longest:.0f} s, most of the launch"
+    )
     return AskNetwork(
         Found(
             cause=Cause.HANG,
@@ -295,8 +297,8 @@ def _complete(flight: Flight, seen: Sequence[RankSeen]) -> Fine | Found:
     evidence = [
         Evidence(
             "probe",
-            f"values of {_ranks(ranks)} arrived changed, read by {_ranks(sorted(wrong))} of "
-            f"{len(seen)}",
+            f"values of {some_ranks(ranks)} arrived changed, "
+            f"read by {some_ranks(sorted(wrong))} of {len(seen)}",
         )
     ]
     few = [each for each in seen if each.rank in ranks]
@@ -347,7 +349,7 @@ def _not_come(
         return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
     named = late if _is_minority(late, seen) else []
     lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, seen)}")]
-    lines += [Evidence("heartbeat", _pulse(each)) for each in late[:_SHOWN]]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return Found(
         cause=Cause.HANG,
         ranks=tuple(each.rank for each in named),
@@ -380,7 +382,7 @@ def _overdue(
     lines = [
         Evidence("probe", f"all arrived, and after {since:.0f} s it was not over on {_named(left)}")
     ]
-    lines += [Evidence("heartbeat", _pulse(each)) for each in left[:_SHOWN]]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in left[:SHOWN]]
     return AskNetwork(
         Found(
             cause=Cause.HANG,
@@ -403,7 +405,7 @@ def _silent_found(
     talking = sum(each.talks for each in seen)
     head = f"late: {_named(late)}; {talking} of {len(seen)} ranks talk"
     lines = [Evidence("probe", head)]
-    lines += [Evidence("heartbeat", _pulse(each)) for each in late[:_SHOWN]]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return Found(
         cause=Cause.HANG,
         ranks=tuple(each.rank for each in late),
@@ -431,30 +433,17 @@ def _pulse(each: RankSeen) -> str:
         return f"{who} lives: {where} (limit {each.limit:.0f} s)"
     head = f"{who} silent for {each.silent:.0f} s: "
     if each.watched:
-        return head + _STATES.get(each.state, f"its process runs (state {each.state})")
+        return head + FROZEN_WORDS.get(each.state, f"its process runs (state {each.state})")
     if each.witness is None:
         return head + "its process is frozen, or its node is gone"
     return head + "so is its witness: its node is frozen, gone or can't be reached"
 
 
-_STATES = {
-    "T": "its process is stopped (state T)",
-    "D": "its process waits in the kernel and can't be interrupted (state D)",
-    "Z": "its process is dead and not reaped (state Z)",
-    "X": "its process is gone",
-}
-
-
 def _named(ranks: Sequence[RankSeen]) -> str:
-    shown = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:_SHOWN])
-    more = len(ranks) - _SHOWN
+    shown = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:SHOWN])
+    more = len(ranks) - SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _came(flight: Flight, seen: Sequence[RankSeen]) -> str:
     return f"{len(flight.arrived)} of {len(seen)} came"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

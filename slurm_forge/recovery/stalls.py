@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control.stack_text import Where
+from slurm_forge.recovery.in_words import FROZEN_WORDS, SHOWN, some_ranks
 from slurm_forge.recovery.stretches import Rules, Stretches
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
@@ -22,7 +23,6 @@ _TRACED = frozenset("t")
 FROZEN = frozenset("TDZX")
 #: Share of the time between two looks that a rank must have computed to count as busy.
 _BUSY = 0.5
-_SHOWN = 8
 #: And where its stack changes, too: a loop that sleeps and looks needs less.
 _AT_WORK = 0.1
 #: Compiling may take this much longer than anything else that nobody has seen before.
@@ -139,12 +139,12 @@ def judge(
     compiling = [r for r in found.over if _where(first, r).compiling or _where(second, r).compiling]
     if compiling and found.since < _COMPILING * patience:
         return Excused(
-            f"{_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * found.since)
+            f"{some_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * found.since)
         )
     frozen = any(_is_frozen(views[rank], second.get(rank)) for rank in judged)
     busy = [] if frozen else [r for r in judged if _busy(r, views, first, second)]
     if busy and found.since < patience:
-        return Excused(f"{_ranks(busy)} computing", min(patience, 2 * found.since))
+        return Excused(f"{some_ranks(busy)} computing", min(patience, 2 * found.since))
     step = max(0, min(views[rank].step for rank in judged))
     return Stall(
         cause=_cause(late, views, second),
@@ -232,11 +232,11 @@ def _evidence(
     looks: Mapping[int, Look],
     stretches: Stretches,
 ) -> tuple[Evidence, ...]:
-    shown = (late or found.over)[:_SHOWN]
+    shown = (late or found.over)[:SHOWN]
     one = views[shown[0]]
     usual = stretches.usual(one.kind)
     took = "never seen before" if usual is None else f"took up to {_seconds(usual)} before"
-    who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:_SHOWN]) or "all ranks"
+    who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:SHOWN]) or "all ranks"
     calls = sorted({_where(looks, r).call for r in found.over if _where(looks, r).together} - {""})
     if not late and calls:
         who = f"all ranks inside {' and '.join(calls)}:"
@@ -250,7 +250,7 @@ def _evidence(
     waiting = [r for r in sorted(looks) if r not in late and _where(looks, r).together]
     if late and waiting:
         where = " and ".join(sorted({_where(looks, rank).call for rank in waiting}))
-        lines.append(Evidence("others", f"{_ranks(waiting)} waiting in {where}"))
+        lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
     file = next((looks[rank].file for rank in shown if _file(looks, rank)), "")
     return (*lines, Evidence("stacks", file)) if file else tuple(lines)
 
@@ -261,7 +261,7 @@ def _state(view: RankView, look: Look | None) -> str:
         return "its node or all of its processes are silent"
     where = Where() if look is None or look.where is None else look.where
     if view.state in FROZEN:
-        return _FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
+        return FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
     held = ""
     if view.mute > view.since / 2:  # otherwise some Python thread runs every second
         held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "
@@ -272,14 +272,6 @@ def _state(view: RankView, look: Look | None) -> str:
     return f"{where.top}{inside}{held}"
 
 
-_FROZEN_WORDS = {
-    "T": "its process is stopped (state T)",
-    "D": "its process waits in the kernel and can't be interrupted (state D)",
-    "Z": "its process is dead and not reaped (state Z)",
-    "X": "its process is gone",
-}
-
-
 def _where(looks: Mapping[int, Look], rank: int) -> Where:
     look = looks.get(rank)
     return Where() if look is None or look.where is None else look.where
@@ -287,11 +279,6 @@ def _where(looks: Mapping[int, Look], rank: int) -> Where:
 
 def _file(looks: Mapping[int, Look], rank: int) -> bool:
     return rank in looks and bool(looks[rank].file)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 def _number(step: int) -> str:

@@ -6,12 +6,13 @@ the only trace that is left inside of the job is a counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 __all__ = [
     "OomKills",
+    "controller_groups",
     "killed_since",
     "memory_groups",
     "parse_counters",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 _ROOT = Path("/")
-#: Where the memory controller may be mounted: version 1, version 2, and both at once.
+#: Where version 1 mounts the memory controller, and version 2, alone or beside it, any.
 _V1 = PurePosixPath("sys/fs/cgroup/memory")
 _V2 = (PurePosixPath("sys/fs/cgroup"), PurePosixPath("sys/fs/cgroup/unified"))
 
@@ -70,8 +71,16 @@ def parse_counters(text: str) -> dict[str, int]:
 
 
 def memory_groups(cgroup: str) -> tuple[PurePosixPath, ...]:
-    """Folders that may be this process's memory group, from the text of ``/proc/self/cgroup``.
+    """Folders that may be this process's memory group, from the text of ``/proc/self/cgroup``."""
+    return controller_groups(cgroup, "memory", (_V1,))
 
+
+def controller_groups(
+    cgroup: str, controller: str, v1: Sequence[PurePosixPath]
+) -> tuple[PurePosixPath, ...]:
+    """Folders that may be this process's group for a controller, the likeliest first.
+
+    ``cgroup`` is the text of ``/proc/self/cgroup``, ``v1`` where version 1 mounts the controller.
     In a container the path is that of the host, and what is mounted is the group itself.
     """
     found: list[PurePosixPath] = []
@@ -81,8 +90,8 @@ def memory_groups(cgroup: str) -> tuple[PurePosixPath, ...]:
         below = PurePosixPath(path.lstrip("/"))
         if ".." in below.parts:
             below = PurePosixPath()
-        if "memory" in controllers.split(","):
-            found[:0] = [_V1 / below, _V1]
+        if controller in controllers.split(","):
+            found[:0] = [place for root in v1 for place in (root / below, root)]
         elif number == "0" and not controllers:
             found += [place for root in _V2 for place in (root / below, root)]
     return tuple(dict.fromkeys(found))

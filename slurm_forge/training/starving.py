@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from slurm_forge.slurm.kernel import parse_counters
+from slurm_forge.slurm.kernel import controller_groups, parse_counters
 
 __all__ = ["Counters", "Starving", "cpu_groups", "read_counters"]
 
 _ROOT = Path("/")
 _V1 = tuple(PurePosixPath("sys/fs/cgroup") / name for name in ("cpu,cpuacct", "cpu"))
-_V2 = (PurePosixPath("sys/fs/cgroup"), PurePosixPath("sys/fs/cgroup/unified"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +70,7 @@ def read_counters(root: Path, group: Path | None) -> Counters:
 
 def cpu_groups(cgroup: str) -> tuple[PurePosixPath, ...]:
     """Folders that may be this process's group, from the text of ``/proc/self/cgroup``."""
-    found: list[PurePosixPath] = []
-    for line in cgroup.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        below = PurePosixPath(path.lstrip("/"))
-        if ".." in below.parts:
-            below = PurePosixPath()
-        if "cpu" in controllers.split(","):
-            found[:0] = [place for root in _V1 for place in (root / below, root)]
-        elif number == "0" and not controllers:
-            found += [place for root in _V2 for place in (root / below, root)]
-    return tuple(dict.fromkeys(found))
+    return controller_groups(cgroup, "cpu", _V1)
 
 
 def _stat_file(root: Path) -> Path | None:

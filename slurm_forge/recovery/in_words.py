@@ -1,0 +1,24 @@
+"""Words about ranks that several judges use: how many are named, and how a process stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["FROZEN_WORDS", "SHOWN", "some_ranks"]
+
+#: So many ranks are named in a line; of more it says that there are more.
+SHOWN = 8
+
+#: By the kernel's letter.
+FROZEN_WORDS = {
+    "T": "its process is stopped (state T)",
+    "D": "its process waits in the kernel and can't be interrupted (state D)",
+    "Z": "its process is dead and not reaped (state Z)",
+    "X": "its process is gone",
+}
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 1, 2``, or the first of many."""
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (", …" if len(ranks) > SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
