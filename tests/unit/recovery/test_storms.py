@@ -171,7 +171,6 @@ def unlimited(policy: Recovery, cause: Cause) -> bool:
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=80, deadline=None)
 @given(policy=policies(), seed=SEEDS, strikes=st.integers(1, 60), twice=st.booleans())
 def test_any_policy_in_any_storm(policy: Recovery, seed: int, strikes: int, twice: bool) -> None:
     storm = Storm(policy, seed, twice=twice)
@@ -265,7 +264,6 @@ def test_one_cause_alone_without_progress_comes_to_an_end(cause: Cause) -> None:
     assert storm.life.state.status is RunStatus.HELD
 
 
-@settings(max_examples=60, deadline=None)
 @given(policy=policies(), seed=SEEDS)
 def test_any_policy_without_progress_comes_to_an_end(policy: Recovery, seed: int) -> None:
     storm = Storm(policy, seed)

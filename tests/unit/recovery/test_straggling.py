@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.straggling import Over, Reading, Straggler, Straggling, Why, in_words
@@ -110,7 +110,6 @@ def test_nobody_is_named_in_ten_thousand_noisy_runs(kind: str) -> None:
     assert not wrong
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     rank=st.integers(0, 7),
@@ -308,7 +307,6 @@ def test_a_thousand_ranks_take_milliseconds() -> None:
     assert time.process_time() - began < 1.0
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.lists(
