@@ -95,9 +95,11 @@ class Conductor:
             wall=lambda: now().timestamp(),
             baselines=timing.baselines,
         )
-        self._preflight = PreflightJudge(hub, timing.preflight, clock, expected=expected_bandwidth)
-        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         sight = Sight(hub, clock)
+        self._preflight = PreflightJudge(
+            hub, timing.preflight, clock, expected=expected_bandwidth, sight=sight
+        )
+        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         self._watchdog = Watchdog(
             hub,
             timing.hang,
