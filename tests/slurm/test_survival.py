@@ -166,9 +166,9 @@ def test_time_limit_shorter_than_the_training(
         name="limited",
         partition="normal",
         minutes=1,
-        # Cut off after 35 s of its minute: in the middle of a training of 48 s.
+        # Cut off after 42 s of its minute: a training of 48 s is not through by then.
         args={**PACE, "pace": 0.4},
-        lead="25s",
+        lead="18s",
     )
     state = watched.wait_finished(240)
     assert len(state.attempts) >= 2
