@@ -69,6 +69,7 @@ forge_elsewhere() {
 }
 # A job that is cancelled or preempted now is not broken.  It does not come back by itself unless
 # Slurm puts it back, and the journal knows nothing of this start.
+# shellcheck disable=SC2329 # called by a trap
 forge_ended() {
     set +eu
     trap '' HUP INT TERM USR1 USR2
@@ -78,6 +79,7 @@ forge_ended() {
     exit 143
 }
 # The command may hold a password: no more of it than its first word.
+# shellcheck disable=SC2329 # called by a trap
 forge_remember() {
     local word
     read -r word _ <<< "$(sed -n "${2}p" -- "$3" 2> /dev/null)"
@@ -89,6 +91,7 @@ forge_watch() {
     trap 'forge_remember "$?" "$LINENO" "${BASH_SOURCE[0]:-$0}"' ERR
     local name
     for name in HUP INT TERM USR1 USR2; do
+        # shellcheck disable=SC2064 # the name of now is meant
         trap "forge_ended $name" "$name"
     done
 }
