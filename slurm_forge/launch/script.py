@@ -17,6 +17,7 @@ from slurm_forge.launch.timing import lead_time
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
+from slurm_forge.slurm.directives import as_directive, read_directives
 from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile
@@ -55,7 +56,7 @@ def template_folder() -> Path:
 
 
 def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
-    """The ``#SBATCH`` options, one per line, in a fixed order.
+    """The options for sbatch, in a fixed order.
 
     ``ConfigError`` for what can't be an option, and for what the site refuses or misses.
     """
@@ -95,7 +96,7 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
         ("requeue", ""),
         ("no-kill", "" if job.outlives_nodes else None),
         ("open-mode", "append"),
-        ("output", str(run.submissions / "%x-%j.out")),
+        ("output", _log_of(run)),
     ]
     refuse_several_jobs(wanted.extra)
     chosen += list(wanted.extra.items())
@@ -103,15 +104,20 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
     for name, value in chosen:
         if value is None:
             continue
-        line = f"--{name}" if value == "" else f"--{name}={_quoted(name, str(value))}"
-        lines.append(_checked(line))
+        lines.append(_checked(f"--{name}" if value == "" else f"--{name}={value}"))
     lines += [_checked(option) for option in site.sbatch_options]
     return tuple(lines)
 
 
-def _quoted(name: str, value: str) -> str:
-    # Slurm's own reader of directives knows quotes; paths may hold spaces.
-    return shlex.quote(value) if name in ("output", "error", "comment") else value
+def _log_of(run: RunDirectory) -> str:
+    """``--output``: in the path of the run ``%`` is no more than that sign."""
+    folder = str(run.submissions)
+    if "\\" in folder:
+        raise ConfigError(
+            f"the path of the run holds a backslash: {folder}",
+            next_step="Slurm can't write the job's output there: choose another folder (--runs).",
+        )
+    return f"{folder.replace('%', '%%')}/%x-%j.out"
 
 
 def _checked(line: str) -> str:
@@ -158,8 +164,12 @@ def leave_out(script: str, nodes: Iterable[str]) -> tuple[str, ...]:
 
 def _last(script: str, option: str) -> str:
     """The value of an ``#SBATCH`` option, of which the last one counts; empty without one."""
-    found = re.findall(rf"^#SBATCH --{option}=(.*)$", script, re.MULTILINE)
-    return "".join(shlex.split(found[-1])) if found else ""
+    try:
+        given = read_directives(script)
+    except ValueError:
+        return ""  # sbatch will say so
+    found = [each for each in given if each.startswith(f"--{option}=")]
+    return found[-1].partition("=")[2] if found else ""
 
 
 def render(file: RunFile, site: Site, run: RunDirectory) -> str:
@@ -227,4 +237,5 @@ def _templates() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["shellquote"] = shlex.quote
+    environment.filters["directive"] = as_directive
     return environment

@@ -13,6 +13,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.launch.script import render
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
+from slurm_forge.slurm.directives import read_directives
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 
@@ -199,3 +200,22 @@ def _with_setup(folder: Path, line: str) -> str:
     job = job_from_mapping({"name": "r", "entry": "a:b", "setup": line.splitlines()})
     file = RunFile(submitted_from="/", python="python", job=job)
     return render(file, Site(name="generic"), RunDirectory.at(folder / "r"))
+
+
+def test_a_value_is_one_option_whatever_it_holds() -> None:
+    extra = {"mail-type": "FAIL --array=1-9", "comment": "100 % #1 of 2", "wckey": "a#b"}
+    text = render(file_of(resources={"extra": extra, "partition": "p#q"}), SITE, RUN)
+    options = read_directives(text)
+    assert {f"--{name}={value}" for name, value in extra.items()} <= set(options)
+    assert "--partition=p#q" in options
+    assert not any(option.startswith("--array") for option in options)
+
+
+def test_a_percent_sign_in_the_path_of_the_run_is_only_that() -> None:
+    text = render(file_of(), SITE, RunDirectory(Path("/data/50%done/%j")))
+    assert "--output=/data/50%%done/%%j/submissions/%x-%j.out" in read_directives(text)
+
+
+def test_a_path_that_slurm_can_not_write_to_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the path of the run holds a backslash"):
+        render(file_of(), SITE, RunDirectory(Path("/data/a\\b")))
