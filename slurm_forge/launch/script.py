@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import jinja2
@@ -229,6 +230,7 @@ def _part(macro: str, *arguments: object) -> str:
     return text
 
 
+@cache
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),
