@@ -1,22 +1,26 @@
-"""Runs whose ranks torchrun starts, on a real Slurm: preempted, hit, finished as those of srun."""
+"""Ranks that torchrun or a container starts, on a real Slurm: preempted, hit, and finished."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from slurm_forge.journal.events import NoticeSeen
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
-from tests.jobs import consumed
+from tests.jobs import consumed, told_variables
 from tests.slurm.harness import Watched, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 SHIELD, WORKER = "slurm_forge.launch.shield", "slurm_forge.training.worker"
+STAND_IN = Path(__file__).resolve().with_name("apptainer.py")
 STEPS = 120
 PACE = {"steps": STEPS, "pace": 0.05}
 
@@ -112,3 +116,61 @@ def test_a_killed_rank_below_torchrun_is_relaunched(slurm: SlurmCluster, tmp_pat
     watched.wait_finished()
     assert len(watched.state.attempts) == 1, watched.story()
     slurm.wait_for(lambda: not left_of(watched), 10, "nothing is left of the run")
+
+
+def container(tmp_path: Path, **more: object) -> dict:
+    """Keys of a job in a container; ``tests/slurm/apptainer.py`` says what stands in for it."""
+    programs, image = tmp_path / "programs", tmp_path / "image"
+    programs.mkdir()
+    image.mkdir()
+    (image / "in-the-image").write_text("yes")
+    (programs / "apptainer").symlink_to(STAND_IN)
+    # What an image would hold: this interpreter, and torch.
+    held = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
+    mounts = sorted(each for each in held if not each.startswith(("/usr", "/root")))
+    return {
+        "container": {
+            "runtime": "apptainer", "image": str(image), "python": sys.executable,
+            "mounts": mounts, **more,
+        },
+        "setup": [f"export PATH={shlex.quote(str(programs))}:$PATH"],
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_preempted_in_a_container_loses_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
+    plain = submit(slurm, tmp_path / "plain", name="plain", nodes=2, partition="normal", args=PACE)
+    plain.wait_finished()
+    watched = submit(
+        slurm, tmp_path, name="within", nodes=2,
+        args={**PACE, "variables": ["APPTAINER_CONTAINER"]},
+        **container(tmp_path, options=["--cleanenv"]),
+    )  # fmt: skip
+    watched.wait_step(20)
+    for task in slurm.tasks(watched.job).values():
+        assert SHIELD in words_of(task.pid)
+    # An agent inside of the container: a killed rank comes back without another srun.
+    agents = agents_below(slurm, watched)
+    os.kill(children(agents[1])[0], signal.SIGKILL)
+    watched.wait(lambda s: len(s.attempts[0].launches) > 1, 40, "another launch")
+    assert agents_below(slurm, watched) == agents
+    watched.wait(lambda s: s.attempts[0].launches[-1].step or 0, 40, "steps of it")
+    slurm.preempt(watched.job)
+    state = watched.wait_finished()
+    assert causes(watched) == [Cause.CRASH, Cause.PREEMPTED], watched.story()
+    assert len(state.attempts) == 2
+    inside = {each["APPTAINER_CONTAINER"] for each in told_variables(watched.run.path, 1)}
+    assert inside == {str(tmp_path / "image")}
+    assert watched.digest() == plain.digest()
+    assert consumed(watched.run.path) == consumed(plain.run.path)
+
+
+def agents_below(slurm: SlurmCluster, watched: Watched) -> dict[int, int]:
+    """Per task the agent of its rank, inside of the container."""
+    found = {}
+    for task, shield in slurm.tasks(watched.job).items():
+        (outside,) = children(shield.pid)
+        (agent,) = children(outside)
+        assert "slurm_forge.training.agent" in words_of(agent), words_of(agent)
+        found[task] = agent
+    return found
