@@ -184,11 +184,15 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(file.job.setup, "setup")
     started = "supervise" if file.job.command is None else "execute"
-    own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", "sbatch")
+    name = template_name(file.job, site)
+    # What stands between Slurm and the ranks is worth a word in explain.
+    between = file.job.container is not None or by_torchrun(file)
+    via = f"sbatch {Path(name).stem}" if between else "sbatch"
+    own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", via)
     lines = ((*own, "--"), *payload(file, site, run))
     return (
         _templates()
-        .get_template(template_name(file.job, site))
+        .get_template(name)
         .render(
             options=options(file.job, site, run),
             env=file.env,
