@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.knobs import Knobs
+from slurm_forge.knobs import Knobs, torchrun_variables, without_torchrun
 from slurm_forge.launch.standing import StepOptions
 from slurm_forge.launch.torchrun import for_torchrun, meeting_port, ports
 from slurm_forge.recovery.deaths import first_lost
@@ -73,6 +73,7 @@ STEP = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
     "SLURM_NODEID": "1", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "n2",
 }  # fmt: skip
+MEETING = {"MASTER_ADDR": "n1", "MASTER_PORT": "20001"}
 RANKS = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
 
 
@@ -83,6 +84,13 @@ def test_a_rank_below_our_torchrun_is_the_one_that_it_numbers() -> None:
     assert (place.job, place.node, place.below_torchrun) == ("7", "n2", True)
     assert not place.leads_second_node
     assert place_from_environ({**STEP, **RANKS, **below, "LOCAL_RANK": "0"}).leads_second_node
+
+
+def test_a_successor_that_a_rank_submits_takes_nothing_of_torchrun_along() -> None:
+    own = {"HOME": "/home/me", "OMP_NUM_THREADS": "8", "TORCH_LOGS": "x"}
+    below = {**own, **RANKS, **MEETING, **torchrun_variables("7.3", ours=True)}
+    assert without_torchrun(below) == own
+    assert without_torchrun({**own, **RANKS}) == {**own, **RANKS}
 
 
 @pytest.mark.parametrize("left", [{}, {"SLURM_FORGE_TORCHRUN": "6.0"}])
