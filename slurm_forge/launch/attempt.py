@@ -347,11 +347,14 @@ def _stay_stopped(run: RunDirectory, state: RunState) -> None:
 def _released(state: RunState, job: str, restart_count: int) -> bool:
     """Whether this start is one that we had put into the queue, held, and somebody released.
 
-    Nothing else starts a held job: it is a person's wish that the run goes on.
+    Nothing else starts a held job: it is a person's wish that the run goes on.  Of a chain of array
+    tasks those were held that waited, not the one that held them.
     """
     held = state.held
     if held is None or not held.confirmed:
         return False
+    if job.startswith(f"{held.job}_"):
+        return not state.attempts or job != state.attempts[-1].job
     return held.job == job and restart_count > held.restart_count
 
 

@@ -143,6 +143,14 @@ class ComingBack:
         """Leave it to a person; raises only a fence."""
         return self._ladder.hold(reason)
 
+    def rest(self, decision: Decision) -> None:
+        """The run is neither to come back nor to be held: nothing of it is to start by itself."""
+        self._ladder.rest(decision.reason)
+
+    def finished(self) -> None:
+        """The run is finished: what of it waits in the queue is not needed any more."""
+        self._ladder.finished()
+
     def _spared(self, decision: Decision) -> tuple[str, ...]:
         """The nodes that the plan leaves out, as far as enough others are left to start on.
 

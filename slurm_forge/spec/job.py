@@ -358,6 +358,11 @@ class JobSpec(Section):
         description="true where samples of a micro-batch influence each other (BatchNorm, "
         "contrastive losses): the micro-batch is then never made smaller.",
     )
+    chain: Annotated[Count, Field(le=MOST_TASKS)] | None = Field(
+        default=None,
+        description="For template: array, how many attempts are handed to Slurm at once: each "
+        "starts when the one before has ended.",
+    )
     lead: PositiveDuration | None = Field(
         default=None,
         description="How long before the end of the time limit a save is begun; "
