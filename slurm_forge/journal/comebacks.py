@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Held", "NodesStruck", "RequeueDone", "RequeueFailed", "RequeueIntended"]
+__all__ = ["NEXT_TASK", "Held", "NodesStruck", "RequeueDone", "RequeueFailed", "RequeueIntended"]
+
+#: ``method`` where the run is left to another task of its array, which Slurm starts by itself.
+NEXT_TASK = "next task of the array"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

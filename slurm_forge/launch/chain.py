@@ -1,7 +1,8 @@
 """The tasks of an array that are all of one run: each is an attempt, one follows the other.
 
 Slurm starts the next one when the one before has ended (``--array=1-N%1``), so that nobody has to
-requeue anything; what is left to do is to look which tasks wait, and to change, hold or cancel them.
+requeue anything; what is left to do is to look which tasks wait, and to change, hold or cancel
+them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Chain:
             records = self._quick().show_tasks(self.array)
         except SlurmCommandError:
             return None
-        found = {task for record in records if record.state in PENDING_LIKE for task in _numbers(record)}
+        waiting = (record for record in records if record.state in PENDING_LIKE)
+        found = {task for record in waiting for task in _numbers(record)}
         return tuple(sorted(found - {self.mine}))
 
     def to_come(self) -> tuple[int, ...]:

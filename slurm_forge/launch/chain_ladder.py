@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
 from slurm_forge.launch.chain import Chain
 from slurm_forge.launch.ladder import PATIENCE, Comeback, Ladder, Taken, waiting_update
@@ -21,7 +22,6 @@ from slurm_forge.slurm.client import JobUpdate, Slurm
 
 __all__ = ["ChainLadder"]
 
-_METHOD = "next task of the array"
 _HOLD = "scontrol hold"
 
 
@@ -82,8 +82,8 @@ class ChainLadder(Ladder):
         if self._was_cancelled():
             return self._cancelled(waiting)
         follows = self._chain.ref(waiting[0])
-        self._note(RequeueIntended(job=self._job, method=_METHOD, reason=reason))
-        self._note(RequeueDone(job=self._job, method=_METHOD, successor=follows))
+        self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
+        self._note(RequeueDone(job=self._job, method=NEXT_TASK, successor=follows))
         changes = waiting_update(update() if callable(update) else update, wait)
         if changes is not None and changes.assignments():
             self._change(waiting, changes)
@@ -131,7 +131,7 @@ class ChainLadder(Ladder):
     def _cancelled(self, waiting: tuple[int, ...]) -> Comeback:
         """Somebody has cancelled this task alone, while it was decided to go on."""
         reason = f"task {self._job} was cancelled"
-        self._note(RequeueFailed(job=self._job, method=_METHOD, reason=reason))
+        self._note(RequeueFailed(job=self._job, method=NEXT_TASK, reason=reason))
         self._hold(waiting, reason)
         return Comeback(Taken.CANCELLED, reason)
 

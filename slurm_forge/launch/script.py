@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.gpu_options import gpu_options
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.timing import lead_time
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 _TEMPLATE = "srun.sbatch"
+_ARRAY = "array.sbatch"
 _STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 #: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
@@ -75,6 +77,7 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
     lead = int(lead_time(job, limit).total_seconds())
     chosen: list[tuple[str, object | None]] = [
         ("job-name", job.name),
+        ("array", None if job.chain is None else f"1-{job.chain}%1"),
         ("nodes", wanted.allocation),
         ("ntasks-per-node", wanted.tasks_per_node),
         ("cpus-per-task", wanted.cpus_per_task),
@@ -95,7 +98,7 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
         ("requeue", ""),
         ("no-kill", "" if job.outlives_nodes else None),
         ("open-mode", "append"),
-        ("output", str(run.submissions / "%x-%j.out")),
+        ("output", str(run.submissions / ("%x-%j.out" if job.chain is None else "%x-%A_%a.out"))),
     ]
     refuse_several_jobs(wanted.extra)
     chosen += list(wanted.extra.items())
@@ -134,8 +137,10 @@ def refuse_several_jobs(extra: Mapping[str, object]) -> None:
         if word in _SEVERAL or ":" in str(value).split() or ":" in name.split():
             raise ConfigError(
                 f"{name}={value} asks for several jobs in one, and a run is one job",
-                next_step="Leave it out.  Nodes of two kinds in one run (a heterogeneous job) are "
-                "not supported; for many runs submit each, or an array with submitit.",
+                next_step="Leave it out.  For one run in many tasks, each an attempt, write "
+                '"template: array" and "chain: 10" into the job file; for many runs submit each, '
+                "or an array with submitit.  Nodes of two kinds in one run (a heterogeneous job) "
+                "are not supported.",
             )
 
 
@@ -167,11 +172,13 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(file.job.setup, "setup")
     started = "supervise" if file.job.command is None else "execute"
-    command = [file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", "sbatch"]
+    via = "sbatch" if file.job.chain is None else VIA_ARRAY
+    command = [file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", via]
     return (
         _templates()
-        .get_template(_TEMPLATE)
+        .get_template(_TEMPLATE if file.job.chain is None else _ARRAY)
         .render(
+            chain=file.job.chain,
             options=options(file.job, site, run),
             env=file.env,
             setup=(*_modules(file.job, site), *site.setup, *file.job.setup),

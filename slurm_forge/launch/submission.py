@@ -15,6 +15,7 @@ from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.script import leave_out, render
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
@@ -182,7 +183,8 @@ def submit_script(
     for other in (payload(run), own_script(run)):
         other.unlink(missing_ok=True)  # from now on this script is the run's
     write_atomic(job_script(run), text.encode(), mode=0o700)
-    return _hand_over(run, slurm, verb, "sbatch", (*leave_out(text, exclude), *args))
+    via = "sbatch" if file.job.chain is None else VIA_ARRAY
+    return _hand_over(run, slurm, verb, via, (*leave_out(text, exclude), *args))
 
 
 def submit_again(

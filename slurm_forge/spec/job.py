@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from slurm_forge.documents import wrong_key
+from slurm_forge.spec.chain import MOST_TASKS, check_chain
 from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
 from slurm_forge.spec.launchers import ContainerSpec, Template, check_started
@@ -293,6 +294,7 @@ class JobSpec(Section):
         "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
         "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
         "launcher": "template", "launch": "template", "sbatch_template": "template",
+        "array": "chain", "segments": "chain",
         "image": "container.image", "mounts": "container.mounts",
         "runtime": "container.runtime",
         **{key: f"resources.{key}" for key in Resources.model_fields},
@@ -404,6 +406,7 @@ class JobSpec(Section):
         if self.entry is not None and self.program != ProgramSpec():
             raise wrong_key("program", "it is for a command; an entry saves and resumes by itself")
         check_started(self.template, self.container, self.command)
+        check_chain(self.template, self.chain)
         if self.lead and self.resources.time and self.lead >= self.resources.time:
             raise wrong_key("lead", "not shorter than resources.time: nothing would be trained")
         return self
