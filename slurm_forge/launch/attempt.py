@@ -26,6 +26,7 @@ from slurm_forge.journal.events import (
     UserAsked,
 )
 from slurm_forge.launch.post_mortem import post_mortem
+from slurm_forge.launch.saves_seen import remember_saves
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
@@ -226,6 +227,8 @@ class Attempt:
         with contextlib.suppress(OSError):
             self.journal.write(AttemptEnded(outcome=outcome), durable=True)
         self.journal.close()
+        with contextlib.suppress(OSError, ForgeError):
+            remember_saves(self.run, self.file.job, self.state())
 
 
 def _unlimited(policy: Recovery, decision: Decision) -> bool:

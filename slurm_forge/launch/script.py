@@ -13,8 +13,8 @@ import jinja2
 from slurm_forge.errors import ConfigError
 from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.gpu_options import gpu_options
+from slurm_forge.launch.saves_seen import lead_option, seen_of_run
 from slurm_forge.launch.setup_lines import refuse_traps
-from slurm_forge.launch.timing import lead_time
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
@@ -39,9 +39,6 @@ _TEMPLATE = "srun.sbatch"
 _ARRAY = "array.sbatch"
 _STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
-#: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
-#: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
-_SIGNAL_FROM = timedelta(minutes=10)
 
 
 def template_folder() -> Path:
@@ -56,25 +53,28 @@ def template_folder() -> Path:
     )
 
 
-def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
+def options(
+    job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
+) -> tuple[str, ...]:
     """The ``#SBATCH`` options, one per line, in a fixed order.
 
+    ``save`` is how long saves of the run take, 0 where nobody knows.
     ``ConfigError`` for what can't be an option, and for what the site refuses or misses.
     """
-    lines = asked_options(job, site, run)
+    lines = asked_options(job, site, run, save=save)
     found = refused(lines, site)
     if found is not None:
         raise ConfigError(found.message, next_step=found.advice)
     return lines
 
 
-def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
+def asked_options(
+    job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
+) -> tuple[str, ...]:
     """As ``options``, whatever the site thinks of them."""
     wanted = job.resources
     gpus = gpu_options(wanted, site)
     limit = wanted.time
-    warn = limit is not None and limit >= _SIGNAL_FROM
-    lead = int(lead_time(job, limit).total_seconds())
     chosen: list[tuple[str, object | None]] = [
         ("job-name", job.name),
         ("array", None if job.chain is None else f"1-{job.chain}%1"),
@@ -94,7 +94,7 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
         ("nodelist", wanted.nodelist),
         ("gres", gpus.gres),
         ("reservation", wanted.reservation),
-        ("signal", f"USR2@{lead}" if warn else None),
+        ("signal", lead_option(job, limit, save)),
         ("requeue", ""),
         ("no-kill", "" if job.outlives_nodes else None),
         ("open-mode", "append"),
@@ -179,7 +179,7 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
         .get_template(_TEMPLATE if file.job.chain is None else _ARRAY)
         .render(
             chain=file.job.chain,
-            options=options(file.job, site, run),
+            options=options(file.job, site, run, save=_save(file, run)),
             env=file.env,
             setup=(*_modules(file.job, site), *site.setup, *file.job.setup),
             python=file.python,
@@ -187,6 +187,14 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
             command=shlex.join(command),
         )
     )
+
+
+def _save(file: RunFile, run: RunDirectory) -> timedelta:
+    """What saves of the run have taken, else those of an earlier one; 0 where nobody knows."""
+    seen = seen_of_run(run)
+    if seen is not None:
+        return timedelta(seconds=seen.seconds)
+    return file.usual_save or timedelta(0)
 
 
 def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:

@@ -52,8 +52,9 @@ def in_queue(slurm: SlurmCluster, watched: Watched) -> list[str]:
     return asked.stdout.splitlines()
 
 
-def told(slurm: SlurmCluster, watched: Watched, *words: str) -> str:
+def told(slurm: SlurmCluster, watched: Watched, verb: str) -> str:
     """What the command line says, asked as a person would."""
+    words = (verb, *(("--site", "generic") if verb == "requeue" else ()))
     with environment(slurm, watched.run.path.parent / "nodes"):
         done = subprocess.run(
             [*SLURM_FORGE, words[0], str(watched.run.path), *words[1:]],
