@@ -63,8 +63,11 @@ def execute(
     variables: Mapping[str, str],
     slurm: Slurm | None,
     via: str,
+    words: tuple[str, ...] = (),
 ) -> int:
     """Start the run's command, and bring it back until it is done; the exit status for the script.
+
+    ``words`` are the command as a script has it; else it is that of the job.
 
     0: it is done, was requeued, is held in the queue, or somebody has stopped it.  On a machine
     without Slurm, or where the job file says raise: the command's own status where it failed for
@@ -76,7 +79,7 @@ def execute(
     with ProgramSignals() as signals:
         SignalWatcher(signals.batch)
         signal.signal(signal.SIGINT, signals.interrupt)  # somebody in salloc
-        return _in_job(run, environment, variables, slurm, via, signals)
+        return _in_job(run, environment, variables, slurm, via, signals, words)
 
 
 def _refuse_places(environment: SlurmEnvironment) -> None:
@@ -102,6 +105,7 @@ def _in_job(
     slurm: Slurm,
     via: str,
     signals: ProgramSignals,
+    words: tuple[str, ...],
 ) -> int:
     try:
         note_asked(run, environment.job_ref, environment.restart_count, slurm)
@@ -138,7 +142,7 @@ def _in_job(
         sentinel_environment(variables),
         signals.steps,
     )
-    job = _Job(begun, environment, variables, watch, back, signals, slurm, sentinel)
+    job = _Job(begun, environment, variables, watch, back, signals, slurm, sentinel, words)
     try:
         back.prepare()
         return job.run()
@@ -198,6 +202,7 @@ class _Job:
         signals: ProgramSignals,
         slurm: Slurm,
         sentinel: SentinelStep,
+        words: tuple[str, ...],
     ) -> None:
         self._attempt = attempt
         self._environment = environment
@@ -216,6 +221,7 @@ class _Job:
             slurm=slurm,
             environment=environment,
             sentinel=sentinel,
+            words=words,
         )
 
     def run(self) -> int:
@@ -306,8 +312,15 @@ def _may_stay(facts: LaunchFacts) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN [--via NAME]``: the command and how it is to be treated stand in its ``run.yaml``."""
+    """``RUN [--via NAME] [-- COMMAND…]``: how it is to be treated stands in its ``run.yaml``.
+
+    The command does, too, where the script does not have it.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    command: tuple[str, ...] = ()
+    if "--" in words:
+        at = words.index("--")
+        words, command = words[:at], tuple(words[at + 1 :])
     via = "sbatch"
     if "--via" in words[:-1]:
         at = words.index("--via")
@@ -317,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(words) != 1:
             raise ForgeError(
                 f"expected one run directory, got {words}",
-                next_step="python -m slurm_forge.launch.execute RUN",
+                next_step="python -m slurm_forge.launch.execute RUN [-- COMMAND…]",
             )
         environment = SlurmEnvironment.from_environ(os.environ)
         return execute(
@@ -326,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             variables=dict(os.environ),
             slurm=None if environment is None else SubprocessSlurm.of_this_process(),
             via=via,
+            words=command,
         )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

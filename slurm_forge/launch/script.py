@@ -12,15 +12,19 @@ from pathlib import Path
 import jinja2
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.containers import facts_of, runtime_of
 from slurm_forge.launch.gpu_options import gpu_options
+from slurm_forge.launch.payload import payload
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.timing import lead_time
+from slurm_forge.launch.torchrun import by_torchrun, per_node
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
 from slurm_forge.slurm.directives import as_directive, read_directives
 from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.units import format_memory, format_slurm_duration
 
@@ -34,9 +38,9 @@ __all__ = [
     "start_lines",
     "successor_lines",
     "template_folder",
+    "template_name",
 ]
 
-_TEMPLATE = "srun.sbatch"
 _STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 #: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
@@ -71,6 +75,8 @@ def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
 def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
     """As ``options``, whatever the site thinks of them."""
     wanted = job.resources
+    if job.template is Template.TORCHRUN:
+        wanted = per_node(wanted)
     gpus = gpu_options(wanted, site)
     limit = wanted.time
     warn = limit is not None and limit >= _SIGNAL_FROM
@@ -106,7 +112,7 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
         if value is None:
             continue
         lines.append(_checked(f"--{name}" if value == "" else f"--{name}={value}"))
-    lines += [_checked(option) for option in site.sbatch_options]
+    lines += [_checked(option) for option in (*site.sbatch_options, *_of_container(job, site))]
     return tuple(lines)
 
 
@@ -178,25 +184,47 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(file.job.setup, "setup")
     started = "supervise" if file.job.command is None else "execute"
-    command = [file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", "sbatch"]
+    own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", "sbatch")
+    lines = ((*own, "--"), *payload(file, site, run))
     return (
         _templates()
-        .get_template(_TEMPLATE)
+        .get_template(template_name(file.job, site))
         .render(
             options=options(file.job, site, run),
             env=file.env,
             setup=(*_modules(file.job, site), *site.setup, *file.job.setup),
             python=file.python,
+            by_torchrun=by_torchrun(file),
             submissions=str(run.submissions),
-            command=shlex.join(command),
+            command=" \\\n    ".join(shlex.join(line) for line in lines),
         )
     )
+
+
+def template_name(job: JobSpec, site: Site) -> str:
+    """The file in ``sbatch_templates/`` that a job's script is made of."""
+    if job.template is Template.ARRAY:
+        return "array.sbatch"
+    if job.container is not None:
+        outside = runtime_of(job.container, site).outside
+        return "apptainer.sbatch" if outside else "pyxis.sbatch"
+    if job.template is Template.TORCHRUN:
+        return "torchrun.sbatch"
+    return "exec.sbatch" if job.command is not None and job.template is None else "srun.sbatch"
+
+
+def _of_container(job: JobSpec, site: Site) -> tuple[str, ...]:
+    """What the site has sbatch told of the job's container."""
+    facts = None if job.container is None else facts_of(job.container, site)
+    return () if facts is None else facts.sbatch_options
 
 
 def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
     """Commands that load what the site, and its partition, want loaded."""
     facts = site.facts(job.resources.partition, job.resources.qos)
-    wanted = dict.fromkeys((*site.modules, *facts.modules))
+    container = None if job.container is None else facts_of(job.container, site)
+    more = () if container is None else container.modules
+    wanted = dict.fromkeys((*site.modules, *facts.modules, *more))
     return (f"module load {shlex.join(wanted)}",) if wanted else ()
 
 

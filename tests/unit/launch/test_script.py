@@ -81,8 +81,10 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     assert lines[0] == "#!/bin/bash"
     assert '[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN' in lines
     assert "module load cuda" in lines
-    assert lines[-2:] == [
-        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch",
+    assert lines[-4:] == [
+        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch -- \\",
+        "    srun --kill-on-bad-exit=1 --unbuffered \\",
+        "    /opt/py/bin/python -u -m slurm_forge.training.worker /data/runs/tiny",
         'not_started "the supervisor can not be executed (status $?)"',
     ]
 
@@ -122,7 +124,11 @@ def interpreter(tmp_path: Path, name: str = "python") -> Path:
 def test_a_weird_run_directory_reaches_the_supervisor_as_it_is(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "py thon'$(touch canary)")
     words = runs_as(render(file_of(python=str(python)), SITE, RUN), tmp_path)
-    assert words == ["-m", "slurm_forge.launch.supervise", str(RUN.path), "--via", "sbatch"]
+    assert words == [
+        *("-m", "slurm_forge.launch.supervise", str(RUN.path), "--via", "sbatch", "--"),
+        *("srun", "--kill-on-bad-exit=1", "--unbuffered"),
+        *(str(python), "-u", "-m", "slurm_forge.training.worker", str(RUN.path)),
+    ]
     assert not (tmp_path / "canary").exists()
 
 
