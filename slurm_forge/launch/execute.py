@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
@@ -31,6 +32,7 @@ from slurm_forge.launch.sentinel_step import (
     sentinel_command,
     sentinel_environment,
 )
+from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
 from slurm_forge.launch.way_back import way_back
@@ -51,7 +53,7 @@ _LONGEST_PAUSE_S = 120.0
 _LISTENS_S = 3.0
 #: Slurm ends a job that goes back into the queue; what stands behind us in the script is not meant
 #: for a run that is not through.
-_ENDED_WITHIN_S = 20.0
+_ENDED_WITHIN = timedelta(seconds=20)
 _FIRST_ANSWER_S = 2.0
 _TICK_S = 0.05
 
@@ -284,22 +286,23 @@ class _Job:
             raise
 
     def _go(self, decision: Decision, started: Started | None) -> int:
-        outcome, given_back = decision.action.value, False
+        outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
             taken = self._back.come_back(decision, urgent=urgent).taken
-            outcome, given_back = taken.value, taken is Taken.REQUEUED
+            outcome = taken.value
+            stay = _ENDED_WITHIN if taken is Taken.REQUEUED else stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             taken = self._back.hold(decision.reason).taken
-            outcome, given_back = taken.value, taken is Taken.HELD
+            outcome, stay = taken.value, _ENDED_WITHIN if taken is Taken.HELD else stay
         elif decision.action is Action.RAISE:
             outcome = "raised"
         if started is not None:
             started.clear()
         self._attempt.end(outcome)
         say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
-        if given_back:
-            self._signals.wait_for_the_end(_ENDED_WITHIN_S)
+        if stay:
+            self._signals.wait_for_the_end(stay.total_seconds())
         self._sentinel.close()  # its step would be seen to end after the begin time
         self._back.leave()
         return (self._status or 1) if decision.action is Action.RAISE else 0

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
@@ -38,6 +38,7 @@ from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.payload import step_of
 from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
+from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
@@ -319,10 +320,11 @@ class _Supervisor:
 
     def _go(self, decision: Decision) -> int:
         """Give the nodes back: requeue first where time is short, then end what is left."""
-        outcome = decision.action.value
+        outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
-            outcome = self._back.come_back(decision, urgent=urgent).taken.value
+            taken = self._back.come_back(decision, urgent=urgent).taken
+            outcome, stay = taken.value, stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             outcome = self._back.hold(decision.reason).taken.value
         elif decision.action is Action.RAISE:
@@ -331,6 +333,7 @@ class _Supervisor:
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
         self._back.leave()
+        self._current.wait(stay.total_seconds())
         return 1 if decision.action is Action.RAISE else 0
 
 
