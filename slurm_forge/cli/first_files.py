@@ -22,6 +22,7 @@ import jinja2
 from slurm_forge.documents import nearest
 from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.directives import as_directive
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.loading import from_yaml, job_from_mapping, to_mapping
 
@@ -294,7 +295,9 @@ def _directives(job: JobSpec) -> tuple[str, ...]:
         "ntasks-per-node": given["tasks_per_node"],
         **{key.replace("_", "-"): given[key] for key in RESOURCES[2:]},
     }
-    return tuple(f"--{key}={value}" for key, value in named.items() if value is not None)
+    return tuple(
+        as_directive(f"--{key}={value}") for key, value in named.items() if value is not None
+    )
 
 
 def _rendered(template: str, values: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ __all__ = [
     "payload",
     "refuse_other_job",
     "renew_run",
+    "run_file",
     "run_state",
     "submit_again",
     "submit_script",
@@ -83,12 +84,40 @@ def create_run(
     that of a site which was given by its path.
     """
     run = RunDirectory.at(runs / job.name)
+    file = run_file(
+        job,
+        run=run,
+        site=site,
+        submitted_from=submitted_from,
+        python=python,
+        partition=partition,
+        qos=qos,
+        site_file=site_file,
+    )
+    if untouched(run):
+        run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
+    run.create(file.to_yaml().encode())
+    return run, file
+
+
+def run_file(
+    job: JobSpec,
+    *,
+    run: RunDirectory,
+    site: Site,
+    submitted_from: Path,
+    python: str | None = None,
+    partition: str | None = None,
+    qos: str | None = None,
+    site_file: str | None = None,
+) -> RunFile:
+    """What ``create_run`` writes down; nothing is made."""
     storage = storage_at(site, run.path, process_environ())
     interface = site.socket_interface
     through = {} if interface is None else {NCCL_INTERFACE: interface}
     usual = usual_saves(run, job)
     facts = site.facts(job.resources.partition or partition, job.resources.qos or qos)
-    file = RunFile(
+    return RunFile(
         submitted_from=str(submitted_from.absolute()),
         python=python or site.python or sys.executable,
         site=site.name,
@@ -109,10 +138,6 @@ def create_run(
         usual_save=None if usual is None else timedelta(seconds=usual.seconds),
         job=job,
     )
-    if untouched(run):
-        run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
-    run.create(file.to_yaml().encode())
-    return run, file
 
 
 def untouched(run: RunDirectory) -> bool:

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
+from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.knobs import Knobs
@@ -34,11 +35,15 @@ from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.master import master_address
 from slurm_forge.launch.outputs import RankOutput, own_output
+from slurm_forge.launch.payload import step_of
 from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
+from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
 from slurm_forge.launch.variables import for_launch
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
@@ -147,7 +152,7 @@ class _Supervisor:
     ) -> None:
         self._attempt = attempt
         self._slurm = slurm
-        self._payload = payload
+        self._step_words = step_of(payload, attempt.file.srun_options)
         self._environment = environment
         self._variables = variables
         self._watch = watch
@@ -214,7 +219,7 @@ class _Supervisor:
                     launch=attempt.launch,
                     job=self._environment.job_ref,
                     slurm=self._slurm,
-                    output_of=RankOutput(self._payload, self._environment).path,
+                    output_of=RankOutput(self._step_words.words, self._environment).path,
                     batch_output=self._own_output,
                     restart_count=self._environment.restart_count,
                     since=self._launched_at,
@@ -228,7 +233,9 @@ class _Supervisor:
     def _launch(self, seats: Seats) -> LaunchFacts:
         file, attempt = self._attempt.file, self._attempt
         wanted, state = file.job.resources, attempt.state()
-        world = self._environment.ntasks or wanted.nodes * wanted.tasks_per_node
+        torchrun = by_torchrun(file)
+        asked = wanted.nodes * wanted.tasks_per_node
+        world = asked if torchrun else self._environment.ntasks or asked
         tasks = None
         if not seats.everywhere or state.plan.nodes is not None:
             world = tasks = seats.tasks
@@ -240,13 +247,16 @@ class _Supervisor:
         hub.start()
         try:
             options = StepOptions(
-                payload=tuple(self._payload),
-                options=tuple(file.srun_options),
+                payload=self._step_words.words,
+                options=self._step_words.options,
                 nodes=seats.nodes,
                 placed=not seats.everywhere or self._seating.outlives,
                 tasks=tasks,
+                ranks_per_task=seats.tasks_per_node if torchrun else 1,
             )
             variables = for_launch(file, self._variables, state.plan)
+            if torchrun:
+                variables = self._meeting(variables, seats, hub)
             # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
             if "SLURM_CPUS_PER_TASK" in variables:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
@@ -269,7 +279,7 @@ class _Supervisor:
                 options,
                 self._start,
                 seats=seats,
-                seat_file=self._seating.seat_file((*file.srun_options, *self._payload)),
+                seat_file=self._seating.seat_file((*options.options, *options.payload)),
                 hub=hub,
                 knobs=knobs,
                 variables=variables,
@@ -302,12 +312,25 @@ class _Supervisor:
             hub.abort("the launch is over")
             hub.close()
 
+    def _meeting(self, variables: dict[str, str], seats: Seats, hub: Hub) -> dict[str, str]:
+        """Where torchrun's agents of this launch meet: on the first node of the ranks."""
+        file, environment = self._attempt.file, self._environment
+        first = seats.nodes[0] if seats.nodes else None
+        here = first is None or first == environment.node_name
+        master = master_address(file, first, this_node=environment.node_name)
+        if master is None:
+            # Of this node that is known by which it is reached; Slurm's name of one may be no host.
+            master = parse_addresses(hub.addresses)[0][0] if here else str(first)
+        port = meeting_port(environment.job_id, self._attempt.launch + 1, here=here)
+        return for_torchrun(variables, file, master=master, port=port)
+
     def _go(self, decision: Decision) -> int:
         """Give the nodes back: requeue first where time is short, then end what is left."""
-        outcome = decision.action.value
+        outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
-            outcome = self._back.come_back(decision, urgent=urgent).taken.value
+            taken = self._back.come_back(decision, urgent=urgent).taken
+            outcome, stay = taken.value, stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             outcome = self._back.hold(decision.reason).taken.value
         else:
@@ -317,6 +340,7 @@ class _Supervisor:
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
         self._back.leave()
+        self._current.wait(stay.total_seconds())
         return 1 if decision.action is Action.RAISE else 0
 
 
@@ -330,7 +354,10 @@ def _may_stay(facts: LaunchFacts) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN [--via NAME] [--script FILE] -- PAYLOAD…``; the default payload is our worker."""
+    """``RUN [--via NAME] [--script FILE] -- PAYLOAD…``; the default payload is our worker.
+
+    A payload that begins with srun has all of its options in it.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     payload: list[str] = []
     if "--" in arguments:

@@ -310,6 +310,11 @@ class JobSpec(Section):
         rungs = self.recovery.ladder(Cause.NODE_FAIL)
         return self.resources.spares > 0 or any(r.do is Action.FEWER_NODES for r in rungs)
 
+    @property
+    def starts_once(self) -> bool:
+        """Whether it is a command that is started as it is, once, and starts its own ranks."""
+        return self.command is not None and self.template in (None, Template.ARRAY)
+
     name: Annotated[str, Field(strict=True), AfterValidator(_check_name)] = Field(
         description="Name of the run: of its folder, and of the Slurm job."
     )

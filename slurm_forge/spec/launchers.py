@@ -23,7 +23,7 @@ class Template(str, Enum):
     SRUN = "srun"
     #: One task per node, in which torchrun starts the ranks.
     TORCHRUN = "torchrun"
-    #: As srun, in a job array whose tasks run one after the other (``chain``).
+    #: As without a template, in a job array whose tasks run one after the other (``chain``).
     ARRAY = "array"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import NoReturn
 
+from slurm_forge.slurm.directives import read_directives
 from slurm_forge.slurm.nodelist import expand_nodes
 from slurm_forge.units import parse_memory, parse_slurm_duration
 
@@ -84,13 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def sbatch_lines(script: str) -> list[str]:
     """Arguments of the ``#SBATCH`` lines at the head of a script."""
-    found: list[str] = []
-    for line in script.splitlines():
-        if line.startswith("#SBATCH"):
-            found += shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        elif line.strip() and not line.startswith("#"):
-            break
-    return found
+    return list(read_directives(script))
 
 
 def parse_sbatch(args: Sequence[str]) -> Asked:
