@@ -249,12 +249,16 @@ _LIVE = frozenset({RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED})
 
 
 def _by_job(lines: Iterable[QueueRecord]) -> dict[str, QueueRecord]:
-    """By id and by ``<array>_<task>``; tasks that wait together share a line."""
+    """By id, by ``<array>_<task>``, and any of its tasks by that of the array.
+
+    Tasks that wait together share a line.
+    """
     found: dict[str, QueueRecord] = {}
     for line in lines:
         found[line.job_ref] = line
         found.setdefault(str(line.job_id), line)
         array, _, tasks = line.job_ref.partition("_")
+        found.setdefault(array, line)
         if tasks.startswith("["):
             for task in tasks_of(tasks):
                 found.setdefault(f"{array}_{task}", line)
@@ -262,7 +266,7 @@ def _by_job(lines: Iterable[QueueRecord]) -> dict[str, QueueRecord]:
 
 
 def _line_of(seen: RunSeen, queue: Mapping[str, QueueRecord]) -> QueueRecord | None:
-    """The line of its job; where that is over, of the tasks of its chain that wait."""
+    """The line of its job; where that is over, of a task of its chain that is not."""
     line = queue.get(seen.job)
     if line is None and seen.chain:
         line = queue.get(seen.job.partition("_")[0])
