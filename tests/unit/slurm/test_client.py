@@ -342,7 +342,7 @@ def test_what_is_no_single_job_reaches_no_command(job: str) -> None:
 
 
 def test_tasks_that_wait_together_are_changed_together_and_nothing_else() -> None:
-    script = Script(Completed(("scontrol",), 0, "", ""))
+    script = Script()
     slurm = client(script)
     tasks = "5_[1,3-4]"
     for call in (slurm.show_job, slurm.requeue, slurm.requeue_hold, slurm.cancel, slurm.accounting):
@@ -352,7 +352,7 @@ def test_tasks_that_wait_together_are_changed_together_and_nothing_else() -> Non
     slurm.release(tasks)
     slurm.update_job(tasks, JobUpdate(requeue=True))
     slurm.cancel_waiting("5")
-    assert [asked.argv for asked in script.asked] == [
+    assert script.asked == [
         ("scontrol", "hold", tasks),
         ("scontrol", "release", tasks),
         ("scontrol", "update", f"JobId={tasks}", "Requeue=1"),
