@@ -23,6 +23,7 @@ from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
 from slurm_forge.slurm.directives import as_directive, read_directives
 from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
+from slurm_forge.slurm.sbatch_words import long_name, value_of
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
@@ -106,6 +107,7 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
         ("output", _log_of(run)),
     ]
     refuse_several_jobs(wanted.extra)
+    refuse_several_jobs({long_name(each): value_of(each) or "" for each in site.sbatch_options})
     chosen += list(wanted.extra.items())
     lines = []
     for name, value in chosen:
