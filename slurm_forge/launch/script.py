@@ -24,6 +24,7 @@ from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
 from slurm_forge.slurm.directives import as_directive, read_directives
 from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
+from slurm_forge.slurm.sbatch_words import long_name, value_of
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
@@ -109,6 +110,7 @@ def asked_options(
         ("output", _log_of(run, "%x-%j.out" if job.chain is None else "%x-%A_%a.out")),
     ]
     refuse_several_jobs(wanted.extra)
+    refuse_several_jobs({long_name(each): value_of(each) or "" for each in site.sbatch_options})
     chosen += list(wanted.extra.items())
     lines = []
     for name, value in chosen:

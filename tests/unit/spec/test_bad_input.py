@@ -101,6 +101,8 @@ IN_A_JOB = [
     ("resources: {extra: {nice: false}}", 3, "resources.extra.nice: write true for an option without a value, or remove it"),
     ("resources: {extra: {nice: 1.5}}", 3, 'resources.extra.nice: expected text, got 1.5; quote it: "1.5"'),
     ("resources: {extra: {comment: 'a\"b'}}", 3, "resources.extra.comment: quotes and \\ are not allowed here"),
+    ('resources: {extra: {comment: ""}}', 3, "resources.extra.comment: is empty; write true for an option without a value, or remove it"),
+    ('lead: "\\e[2Jsoon"', 3, 'lead: "\\x1b[2Jsoon" is not a duration; write it like "60s", "10m", "1h30m", "2d" or "48:00:00"'),
     ('resources: {extra: {comment: "-x"}}', 3, 'resources.extra.comment: starts with "-", which Slurm would read as another option'),
     ('setup: ["module load a\\nrm x"]', 3, f"setup[0]: character 14 is a line break; {HIDDEN}"),
     ("env: {A-B: 1}", 3, "env.A-B: not a name for an environment variable"),
