@@ -38,6 +38,7 @@ def asked_of(
         cpus=None if per_task is None else per_task * wanted.tasks_per_node,
         memory=wanted.mem,
         time=wanted.time,
+        chained=job.chain is not None,
         # In a container it is the image's Python that has to be one of theirs.
         machine=machine if container is None else None,
         runtime=None if container is None or container.runtime is None else container.runtime.value,

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
@@ -29,6 +29,8 @@ from slurm_forge.launch.attempt import (
     begin,
 )
 from slurm_forge.launch.batch_signals import BatchSignals
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.chain_rest import nothing_to_do
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
@@ -38,6 +40,7 @@ from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.payload import step_of
 from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
+from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
@@ -98,9 +101,10 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     if isinstance(begun, Refusal):
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
+        nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
     watch = JobWatch(slurm, environment.job_ref)
     try:
@@ -114,18 +118,19 @@ def supervise(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     finally:
         watch.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
     """The run directory can't be used: nothing of the run can be known, or written down."""
     done = leave_to_slurm(
         slurm,
         environment.job_ref,
         f"the run directory: {error}",
         restart_count=environment.restart_count,
+        in_chain=via == VIA_ARRAY,
     )
     sys.stderr.write(f"slurm_forge: the run directory can't be used ({error}): {done}\n")
     return 1
@@ -177,6 +182,7 @@ class _Supervisor:
             decision = self._concluded(facts, seats)
             if decision is None:
                 self._step.leave()
+                self._back.finished()
                 self._attempt.end("finished")
                 return 0
             staying = self._seating.stays(decision) and _may_stay(facts)
@@ -297,6 +303,7 @@ class _Supervisor:
                     now=time.time(),
                     end=self._environment.end_time or planned_end(file.job, state),
                     kill_wait=self._back.kill_wait,
+                    usual_save=file.usual_save,
                 ),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
@@ -326,18 +333,21 @@ class _Supervisor:
 
     def _go(self, decision: Decision) -> int:
         """Give the nodes back: requeue first where time is short, then end what is left."""
-        outcome = decision.action.value
+        outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
-            outcome = self._back.come_back(decision, urgent=urgent).taken.value
+            taken = self._back.come_back(decision, urgent=urgent).taken
+            outcome, stay = taken.value, stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             outcome = self._back.hold(decision.reason).taken.value
-        elif decision.action is Action.RAISE:
-            outcome = "raised"
+        else:
+            self._back.rest(decision)
+            outcome = "raised" if decision.action is Action.RAISE else outcome
         self._step.leave()
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
         self._back.leave()
+        self._current.wait(stay.total_seconds())
         return 1 if decision.action is Action.RAISE else 0
 
 

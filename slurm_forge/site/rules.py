@@ -75,6 +75,8 @@ class Asked:
     machine: str | None = None
     #: What is to run the job's container, where it has one and says so.
     runtime: str | None = None
+    #: Whether its attempts are tasks of one array, of which the next starts by itself.
+    chained: bool = False
 
 
 def findings(asked: Asked, site: Site) -> tuple[Finding, ...]:
@@ -236,10 +238,10 @@ def _limits(asked: Asked, facts: PartitionFacts, place: str) -> Iterator[Finding
                 f"{facts.constraint}.",
                 "constraint",
             )
-    if facts.self_requeue_allowed is False:
+    if facts.self_requeue_allowed is False and not asked.chained:
         yield _warning(
             f"{place} does not let jobs requeue themselves: where the run would, it is held, "
-            "and goes on with slurm-forge requeue.",
+            "and goes on with slurm-forge requeue (template: array needs no requeue).",
             None,
         )
 
