@@ -208,7 +208,14 @@ class _Supervisor:
         try:
             return attempt.conclude(
                 gathered(
-                    replace(facts, seats=seats, outlives_nodes=self._seating.outlives),
+                    replace(
+                        facts,
+                        seats=seats,
+                        outlives_nodes=self._seating.outlives,
+                        ranks_per_task=seats.tasks_per_node
+                        if by_torchrun(self._attempt.file)
+                        else 1,
+                    ),
                     run=attempt.run,
                     attempt=attempt.claim.attempt,
                     launch=attempt.launch,

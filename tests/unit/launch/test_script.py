@@ -82,7 +82,8 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     assert '[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN' in lines
     assert "module load cuda" in lines
     assert lines[-4:] == [
-        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch -- \\",
+        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch "
+        "-- \\",
         "    srun --kill-on-bad-exit=1 --unbuffered \\",
         "    /opt/py/bin/python -u -m slurm_forge.training.worker /data/runs/tiny",
         'not_started "the supervisor can not be executed (status $?)"',
