@@ -38,5 +38,6 @@ def asked_of(
         cpus=None if per_task is None else per_task * wanted.tasks_per_node,
         memory=wanted.mem,
         time=wanted.time,
+        chained=job.chain is not None,
         machine=machine,
     )

@@ -51,7 +51,7 @@ def inside(
     """What stands before the program: ``apptainer exec … IMAGE``; nothing for an option of srun."""
     runtime = runtime_of(container, site)
     if not runtime.outside:
-        if file.job.command is not None and file.job.template is None:
+        if file.job.starts_once:
             raise ConfigError(
                 f"{runtime.value} is an option of srun, and the command is started without it",
                 next_step='Add "template: srun" (once per rank) or "template: torchrun".',

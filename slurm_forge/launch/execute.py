@@ -18,6 +18,8 @@ from pathlib import Path
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import Note
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.chain_rest import nothing_to_do
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.execute_here import execute_here, refused, say
@@ -110,7 +112,8 @@ def _in_job(
     words: tuple[str, ...],
 ) -> int:
     try:
-        note_asked(run, environment.job_ref, environment.restart_count, slurm)
+        if via != VIA_ARRAY:  # its tasks were all handed in together
+            note_asked(run, environment.job_ref, environment.restart_count, slurm)
         begun = begin(
             run,
             job=environment.job_ref,
@@ -124,9 +127,10 @@ def _in_job(
         say(str(error))
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     if isinstance(begun, Refusal):
         say(refused(run, begun))
+        nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
     _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
@@ -153,16 +157,17 @@ def _in_job(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     finally:
         watch.close()
         sentinel.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
     """Nothing of the run can be known, or written down."""
     reason, count = f"the run directory: {error}", environment.restart_count
-    done = leave_to_slurm(slurm, environment.job_ref, reason, restart_count=count)
+    job, in_chain = environment.job_ref, via == VIA_ARRAY
+    done = leave_to_slurm(slurm, job, reason, restart_count=count, in_chain=in_chain)
     say(f"the run directory can't be used ({error}): {done}")
     return 1
 
@@ -243,6 +248,7 @@ class _Job:
             decision = self._concluded(started.facts)
             if decision is None:
                 started.clear()
+                self._back.finished()
                 self._attempt.end("finished")
                 return 0
             staying = decision.action in RELAUNCHING and _may_stay(started.facts)
@@ -295,8 +301,9 @@ class _Job:
         elif decision.action is Action.HOLD:
             taken = self._back.hold(decision.reason).taken
             outcome, stay = taken.value, _ENDED_WITHIN if taken is Taken.HELD else stay
-        elif decision.action is Action.RAISE:
-            outcome = "raised"
+        else:
+            self._back.rest(decision)
+            outcome = "raised" if decision.action is Action.RAISE else outcome
         if started is not None:
             started.clear()
         self._attempt.end(outcome)

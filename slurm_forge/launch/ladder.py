@@ -16,12 +16,13 @@ from pathlib import Path
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
+from slurm_forge.launch.chain import comment_of
 from slurm_forge.recovery.endings import is_cancelled
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.states import PENDING_LIKE, JobState
 
-__all__ = ["PATIENCE", "Comeback", "Ladder", "Taken"]
+__all__ = ["PATIENCE", "Comeback", "Ladder", "Taken", "waiting_update"]
 
 #: How often a controller that is busy ("try again later") is asked.
 _TRIES = 3
@@ -34,7 +35,6 @@ _HOLD = "scontrol requeuehold"
 _FOUND = "found in the queue"
 _QUICK = timedelta(seconds=3)
 _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
-_LONGEST_COMMENT = 200
 
 
 class Taken(str, Enum):
@@ -42,6 +42,8 @@ class Taken(str, Enum):
 
     REQUEUED = "requeued"
     SUCCESSOR = "successor"
+    #: Of the array that the job is a task of: it starts by itself.
+    NEXT_TASK = "next task"
     OPEN = "open"
     #: In the queue, until somebody releases it.
     HELD = "held"
@@ -174,9 +176,8 @@ class Ladder:
         its journal in any case.
         """
         self._check_fence()
-        line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
-            self._quick.update_job(self._job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+            self._quick.update_job(self._job, JobUpdate(comment=comment_of(reason)))
         held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
         # Before Slurm is asked, because it ends us.
         self._note(held)
@@ -193,6 +194,15 @@ class Ladder:
         # Whoever releases the job is believed by this: without it Slurm may have started it itself.
         self._note(replace(held, confirmed=True))
         return Comeback(Taken.HELD, reply.outcome.value)
+
+    def rest(self, reason: str) -> None:
+        """The run rests without its job being put into the queue: nothing else is there."""
+
+    def finished(self) -> None:
+        """The run is finished: nothing else is there that would start."""
+
+    def _was_cancelled(self) -> bool:
+        return self._settled() is _Settled.CANCELLED
 
     def _hold_pending(self) -> bool:
         """Hold a job that waits already."""
@@ -253,7 +263,7 @@ class Ladder:
             if wait <= timedelta(0):
                 self._begin_in(ahead)
         changes = update() if callable(update) else update
-        self._update(self._job, _waiting(changes, wait))
+        self._update(self._job, waiting_update(changes, wait))
         return Comeback(Taken.REQUEUED, text)
 
     def _check_fence(self) -> None:
@@ -367,7 +377,7 @@ class Ladder:
                 self._update(job, replace(update, exclude_nodes=None))
 
 
-def _waiting(update: JobUpdate | None, wait: timedelta) -> JobUpdate | None:
+def waiting_update(update: JobUpdate | None, wait: timedelta) -> JobUpdate | None:
     """The update of a job that is to wait as well."""
     if wait <= timedelta(0):
         return update

@@ -64,7 +64,7 @@ def payload(file: RunFile, site: Site, run: RunDirectory) -> tuple[tuple[str, ..
     job = file.job
     container, template = job.container, job.template
     around = () if container is None else inside(container, file, site, run)
-    if job.command is not None and template is None:
+    if job.starts_once and job.command is not None:
         return tuple(line for line in (around, job.command) if line)
     python = file.python if container is None else container.python
     if job.command is None:

@@ -152,6 +152,7 @@ class Starts:
                 now=time.time(),
                 end=end,
                 kill_wait=kill_wait,
+                usual_save=file.usual_save,
             )
             conductor = ProgramConductor(
                 hub,

@@ -7,6 +7,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.saves_seen import usual_saves
 from slurm_forge.launch.script import leave_out, render
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
@@ -112,6 +115,7 @@ def run_file(
     storage = storage_at(site, run.path, process_environ())
     interface = site.socket_interface
     through = {} if interface is None else {NCCL_INTERFACE: interface}
+    usual = usual_saves(run, job)
     facts = site.facts(job.resources.partition or partition, job.resources.qos or qos)
     return RunFile(
         submitted_from=str(submitted_from.absolute()),
@@ -131,6 +135,7 @@ def run_file(
         shorten_requeue=site.shorten_requeue,
         self_requeue_allowed=facts.self_requeue_allowed is not False,
         node_ledger=site.node_ledger,
+        usual_save=None if usual is None else timedelta(seconds=usual.seconds),
         job=job,
     )
 
@@ -207,7 +212,8 @@ def submit_script(
     for other in (payload(run), own_script(run)):
         other.unlink(missing_ok=True)  # from now on this script is the run's
     write_atomic(job_script(run), text.encode(), mode=0o700)
-    return _hand_over(run, slurm, verb, "sbatch", (*leave_out(text, exclude), *args))
+    via = "sbatch" if file.job.chain is None else VIA_ARRAY
+    return _hand_over(run, slurm, verb, via, (*leave_out(text, exclude), *args))
 
 
 def submit_again(

@@ -29,6 +29,8 @@ from slurm_forge.launch.attempt import (
     begin,
 )
 from slurm_forge.launch.batch_signals import BatchSignals
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.chain_rest import nothing_to_do
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
@@ -99,9 +101,10 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     if isinstance(begun, Refusal):
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
+        nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
     watch = JobWatch(slurm, environment.job_ref)
     try:
@@ -115,18 +118,19 @@ def supervise(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     finally:
         watch.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
     """The run directory can't be used: nothing of the run can be known, or written down."""
     done = leave_to_slurm(
         slurm,
         environment.job_ref,
         f"the run directory: {error}",
         restart_count=environment.restart_count,
+        in_chain=via == VIA_ARRAY,
     )
     sys.stderr.write(f"slurm_forge: the run directory can't be used ({error}): {done}\n")
     return 1
@@ -178,6 +182,7 @@ class _Supervisor:
             decision = self._concluded(facts, seats)
             if decision is None:
                 self._step.leave()
+                self._back.finished()
                 self._attempt.end("finished")
                 return 0
             staying = self._seating.stays(decision) and _may_stay(facts)
@@ -298,6 +303,7 @@ class _Supervisor:
                     now=time.time(),
                     end=self._environment.end_time or planned_end(file.job, state),
                     kill_wait=self._back.kill_wait,
+                    usual_save=file.usual_save,
                 ),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
@@ -334,8 +340,9 @@ class _Supervisor:
             outcome, stay = taken.value, stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             outcome = self._back.hold(decision.reason).taken.value
-        elif decision.action is Action.RAISE:
-            outcome = "raised"
+        else:
+            self._back.rest(decision)
+            outcome = "raised" if decision.action is Action.RAISE else outcome
         self._step.leave()
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")

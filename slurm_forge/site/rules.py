@@ -73,6 +73,8 @@ class Asked:
     memory: int | None = None
     time: timedelta | None = None
     machine: str | None = None
+    #: Whether its attempts are tasks of one array, of which the next starts by itself.
+    chained: bool = False
 
 
 def findings(asked: Asked, site: Site) -> tuple[Finding, ...]:
@@ -234,10 +236,10 @@ def _limits(asked: Asked, facts: PartitionFacts, place: str) -> Iterator[Finding
                 f"{facts.constraint}.",
                 "constraint",
             )
-    if facts.self_requeue_allowed is False:
+    if facts.self_requeue_allowed is False and not asked.chained:
         yield _warning(
             f"{place} does not let jobs requeue themselves: where the run would, it is held, "
-            "and goes on with slurm-forge requeue.",
+            "and goes on with slurm-forge requeue (template: array needs no requeue).",
             None,
         )
 

@@ -23,7 +23,7 @@ class Template(str, Enum):
     SRUN = "srun"
     #: One task per node, in which torchrun starts the ranks.
     TORCHRUN = "torchrun"
-    #: As srun, in a job array whose tasks run one after the other (``chain``).
+    #: As without a template, in a job array whose tasks run one after the other (``chain``).
     ARRAY = "array"
 
 
@@ -127,7 +127,7 @@ def check_started(
         raise wrong_key(
             "template", "torchrun adds torchrun itself: write the script alone as the command"
         )
-    if template is not None and first == "srun":
+    if template not in (None, Template.ARRAY) and first == "srun":
         raise wrong_key("template", "the command starts with srun already; keep one of the two")
     if container is not None and first == "srun":
         raise wrong_key(

@@ -74,6 +74,12 @@ def _extra(value: Any) -> Any:
                 "slurm_forge sets this option itself where resources.spare_nodes asks for spare "
                 "nodes; remove it",
             )
+        if option == "array":
+            raise wrong_key(
+                option,
+                'for one run in many tasks, each an attempt, write "template: array" and '
+                '"chain: 10"; for many runs submit each of them',
+            )
         if option in _RESERVED:
             raise wrong_key(option, "slurm_forge sets this option itself; remove it")
         try:

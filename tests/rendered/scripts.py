@@ -32,6 +32,7 @@ class Kind(str, enum.Enum):
     APPTAINER = "apptainer"
     PYXIS = "pyxis"
     EXEC = "exec"
+    ARRAY = "array"
 
 
 _ENTRY = {"entry": "tiny:train"}
@@ -51,6 +52,7 @@ _JOB: dict[Kind, dict[str, Any]] = {
         "container": {"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:26.10-py3"},
     },
     Kind.EXEC: {"command": ["srun", "python", "train.py", "--lr=0.1"]},
+    Kind.ARRAY: {**_ENTRY, "template": "array", "chain": 10},
 }
 
 

@@ -39,6 +39,8 @@ class Asked:
     excluded: tuple[str, ...] = ()
     nodelist: tuple[str, ...] = ()
     array: tuple[int, ...] = ()
+    #: How many tasks of it may run at a time (``%1``).
+    throttle: int | None = None
     comment: str | None = None
     #: Name of the signal, whether for the batch shell, and how long before the end.
     signal: tuple[str, bool, timedelta] | None = None
@@ -103,6 +105,7 @@ def parse_sbatch(args: Sequence[str]) -> Asked:
             excluded=expand_nodes(given.exclude) if given.exclude else (),
             nodelist=expand_nodes(given.nodelist) if given.nodelist else (),
             array=_array(given.array),
+            throttle=int(given.array.partition("%")[2] or 0) or None,
             comment=given.comment,
             signal=None if given.signal is None else _signal(given.signal),
         )

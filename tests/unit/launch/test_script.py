@@ -15,6 +15,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.directives import read_directives
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
 
 RUN = RunDirectory(Path("/data/my runs/it's $(here)"))
@@ -226,3 +227,21 @@ def test_a_percent_sign_in_the_path_of_the_run_is_only_that() -> None:
 def test_a_path_that_slurm_can_not_write_to_is_refused() -> None:
     with pytest.raises(ConfigError, match="the path of the run holds a backslash"):
         render(file_of(), SITE, RunDirectory(Path("/data/a\\b")))
+
+
+def test_an_array_starts_what_its_job_would_without_it() -> None:
+    """A command once, as it is; whatever it is, the attempts are tasks of one array."""
+    for more in (
+        {"entry": "train:main"},
+        {"entry": None, "command": ["srun", "python", "train.py"]},
+        {"container": {"runtime": "apptainer", "image": "/x.sif"}},
+    ):
+        whole = file_of(**more)
+        alone = render(whole, SITE, RUN).splitlines()
+        job = whole.job.model_copy(update={"template": Template.ARRAY, "chain": 7})
+        chained = render(whole.model_copy(update={"job": job}), SITE, RUN).splitlines()
+        assert "#SBATCH --array=1-7%1" in chained
+        only = [line for line in chained if line not in alone and not line.startswith("#")]
+        (start,) = only
+        assert start.endswith("--via 'sbatch array' -- \\")
+        assert start.replace("'sbatch array'", "sbatch") in alone
