@@ -177,3 +177,15 @@ def test_without_a_database_nothing_is_missed(slurm_directory: Path, tmp_path: P
         assert "preempted" in told
         assert "(certain)" in told
         ask(slurm, tmp_path / "nodes", "watch", "--once", str(watched.run.path))
+
+
+@pytest.mark.slow
+def test_a_chain_goes_on_by_itself(slurm: SlurmCluster, tmp_path: Path, bare: str) -> None:
+    """Nobody has to be asked for the next task of an array."""
+    watched = on_bare_nodes(
+        slurm, tmp_path, bare, "chain", partition="cancel", template="array", chain=2
+    )
+    watched.wait_step(25)
+    slurm.preempt(f"{watched.job}_1")
+    watched.wait_finished()
+    check_it_went_on(watched, Cause.PREEMPTED)
