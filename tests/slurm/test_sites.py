@@ -152,8 +152,10 @@ def test_directives_are_read_as_sbatch_reads_them(slurm: SlurmCluster, tmp_path:
     """Its own word on it, of odd lines and of scripts with hostile texts in their fields."""
     texts = [f"#!/bin/bash\n\n# note\n#SBATCH {line}\ntrue\n#SBATCH --array=1-9\n" for line in ODD]
     for case in cases(seed=3, count=700):
-        with contextlib.suppress(ForgeError, ValueError):
-            texts.append(rendered_case(case.draft()).text)
+        with contextlib.suppress(ForgeError):
+            text = rendered_case(case.draft()).text
+            if "\0" not in text:  # of a path that no system has: sbatch does not read on at all
+                texts.append(text)
     assert len(texts) > 100
     for text in texts[: len(ODD) + 60]:
         script = tmp_path / "job.sbatch"
