@@ -124,6 +124,7 @@ FIELDS: dict[str, Setter] = {
     "command[1]": _job_list("command", before=("bash",)),
     "args": _job_key("args"),
     "template": _job("template"),
+    "chain": _job("chain"),
     "lead": _job("lead"),
     "seed": _job("seed"),
     "program.notify": _job("program", "notify"),
@@ -191,6 +192,7 @@ STARTS: dict[str, dict[str, Any]] = {
     "apptainer, torchrun": {**_ENTRY, "container": _APPTAINER, "template": "torchrun"},
     "apptainer, command": {"name": "tiny", "command": ["python", "a.py"], "container": _APPTAINER},
     "pyxis": {**_ENTRY, "container": _PYXIS},
+    "array": {**_ENTRY, "template": "array", "chain": 3},
     "exec": {"name": "tiny", "command": ["srun", "python", "train.py"]},
 }
 _USUAL = {"nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "time": "12:00:00"}
@@ -254,7 +256,8 @@ class Case:
     def words(self) -> tuple[str, ...]:
         """What the supervisor is to be given."""
         started = "supervise" if self.file.job.command is None else "execute"
-        own = ("-m", f"slurm_forge.launch.{started}", str(self.run.path), "--via", "sbatch", "--")
+        via = "sbatch" if self.file.job.chain is None else "sbatch array"
+        own = ("-m", f"slurm_forge.launch.{started}", str(self.run.path), "--via", via, "--")
         return (*own, *(word for line in payload(self.file, self.site, self.run) for word in line))
 
 
@@ -352,6 +355,7 @@ _SHAPING = frozenset(
     {
         "resources.mem", "resources.time", "resources.nodes", "resources.gpus_per_node",
         "resources.gpus_per_task", "resources.gpus_per_node (kind)", "lead", "seed", "template",
+        "chain",
         "program.notify", "program.resume_arg", "site.gpu_types", "resources.constraint",
         "resources.constraint (appended)", "resources.gres", "resources.gres (appended)",
         *_NAMES,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import NoticeSeen, RequeueFailed, Resumed
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
@@ -43,9 +44,16 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def on_bare_nodes(
-    slurm: SlurmCluster, folder: Path, bare: str, name: str, *, pace: float = 0.1, **more: Any
+    slurm: SlurmCluster,
+    folder: Path,
+    bare: str,
+    name: str,
+    *,
+    steps: int = 80,
+    pace: float = 0.1,
+    **more: Any,
 ) -> Watched:
-    args = {"steps": 80, "pace": pace}
+    args = {"steps": steps, "pace": pace}
     return submit(
         slurm, folder, name=name, nodes=2, args=args, setup=[f"export PATH={bare}"], **more
     )
@@ -96,21 +104,28 @@ def test_at_the_time_limit_the_watcher_on_the_login_node_carries_the_requeue_out
     slurm: SlurmCluster, tmp_path: Path, bare: str
 ) -> None:
     watched = on_bare_nodes(
-        slurm, tmp_path, bare, "limit", pace=0.6, partition="normal", minutes=1, lead="25s"
+        slurm,
+        tmp_path,
+        bare,
+        "limit",
+        steps=55,
+        pace=0.6,
+        partition="normal",
+        minutes=1,
+        lead="25s",
     )
     slurm.wait_state(watched.job, ["COMPLETED"], 90)
     told = ask(slurm, tmp_path / "nodes", "status", str(watched.run.path))
     assert "slurm-forge reconcile" in told
-    slurm.wait_for(
-        lambda: (
-            ask(slurm, tmp_path / "nodes", "watch", "--once", str(watched.run.path)) is not None
-            and len(watched.state.attempts) > 1
-        ),
-        150,
-        "the watcher to carry the requeue out",
-    )
-    watched.wait_finished()
-    check_it_went_on(watched, Cause.TIME_LIMIT)
+
+    def watched_over() -> bool:
+        ask(slurm, tmp_path / "nodes", "watch", "--once", str(watched.run.path))
+        return watched.state.status is RunStatus.FINISHED
+
+    slurm.wait_for(watched_over, 200, "the watcher to carry the requeues out")
+    assert set(causes(watched)) == {Cause.TIME_LIMIT}
+    assert len(watched.state.attempts) >= 2
+    assert repeated_steps(watched) == 0
 
 
 @pytest.mark.slow
@@ -124,7 +139,7 @@ def test_cancelled_by_a_preemption_it_is_brought_back_by_reconcile(
     told = ask(slurm, tmp_path / "nodes", "reconcile", str(watched.run.path))
     watched.wait_finished()
     check_it_went_on(watched, Cause.PREEMPTED)
-    assert "job" in told
+    assert "cancel: requeued" in told
 
 
 @pytest.mark.slow
@@ -162,3 +177,15 @@ def test_without_a_database_nothing_is_missed(slurm_directory: Path, tmp_path: P
         assert "preempted" in told
         assert "(certain)" in told
         ask(slurm, tmp_path / "nodes", "watch", "--once", str(watched.run.path))
+
+
+@pytest.mark.slow
+def test_a_chain_goes_on_by_itself(slurm: SlurmCluster, tmp_path: Path, bare: str) -> None:
+    """Nobody has to be asked for the next task of an array."""
+    watched = on_bare_nodes(
+        slurm, tmp_path, bare, "chain", partition="cancel", template="array", chain=2
+    )
+    watched.wait_step(25)
+    slurm.preempt(f"{watched.job}_1")
+    watched.wait_finished()
+    check_it_went_on(watched, Cause.PREEMPTED)

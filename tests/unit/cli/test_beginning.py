@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.cli.first_files import FirstFiles, Way, Wishes, first_files, name_from
 from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.directives import read_directives
 from slurm_forge.spec import JobSpec, load_job
 from slurm_forge.spec.loading import from_yaml
 from slurm_forge.units import format_memory, format_slurm_duration
@@ -100,9 +101,7 @@ def test_every_combination_is_a_valid_job_that_says_what_was_asked(
 
 def _is_what_was_asked(script: str, job: JobSpec) -> None:
     options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in script.splitlines()
-        if line.startswith("#SBATCH")
+        option.removeprefix("--").partition("=")[::2] for option in read_directives(script)
     )
     wanted = job.resources
     assert options["job-name"] == job.name

@@ -15,7 +15,8 @@ from tests.rendered.fuzz import FIELDS, STARTS, Fuzzed, Tally, cases, rendered_c
 #: Of these no text that is hostile is taken: they are names, numbers, durations and the like.
 CLOSED = frozenset(
     {
-        "template", "seed", "program.notify", "lead", "entry", "resources.mem", "resources.time",
+        "template", "chain", "seed", "program.notify", "lead", "entry", "resources.mem",
+        "resources.time",
         "resources.nodes", "resources.gpus_per_node", "resources.gpus_per_task", "container.python",
         "site.sbatch_options", "site.srun_options", "program.resume_arg", "site.name",
         "container.mounts",
