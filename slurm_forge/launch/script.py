@@ -193,9 +193,6 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     started = "supervise" if file.job.command is None else "execute"
     started_by = template_name(file.job, site)
     via = "sbatch" if file.job.chain is None else VIA_ARRAY
-    if file.job.chain is None and (file.job.container is not None or by_torchrun(file)):
-        # What stands between Slurm and the ranks is worth a word in explain.
-        via = f"sbatch {Path(started_by).stem}"
     own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", via)
     lines = ((*own, "--"), *payload(file, site, run))
     return (
