@@ -1,6 +1,37 @@
 {#- How every batch script of slurm_forge starts the supervisor, or says why it could not.
     `submissions`, `interpreter`, `command` and the like are shell text, quoted by the caller. -#}
 
+{% macro directives(options) -%}
+{% for option in options -%}
+#SBATCH {{ option | directive }}
+{% endfor -%}
+# --requeue: the job may come back, by itself or by Slurm.  --open-mode=append: Slurm truncates the
+# log of a requeued job otherwise.
+{%- endmacro %}
+
+{% macro prepare(env, setup) -%}
+{% if env -%}
+# The site's variables; what is set already wins.
+{% endif -%}
+{% for name, value in env.items() -%}
+[ -n "${{ '{' }}{{ name }}+set}" ] || export {{ name }}={{ value | shellquote }}
+{% endfor -%}
+# Since Slurm 22.05 srun no longer takes --cpus-per-task over from sbatch.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+    export SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}"
+fi
+{% for line in setup -%}
+{{ line }}
+{% endfor -%}
+{%- endmacro %}
+
+{% macro torchrun() -%}
+# The task that Slurm signals is the shield: it tells the supervisor, and torchrun, which would end
+# its ranks 30 seconds later, hears nothing of it.  The shield fills in the words in braces, on each
+# node its own.  --max-restarts=0: whether ranks are started again, and where, is the supervisor's to
+# decide.
+{%- endmacro %}
+
 {% macro guard(submissions) -%}
 # Where the environment is broken, the job goes to another node once, and if it is broken there too
 # it goes back into the queue and waits there, held, with a note of what is wrong: whoever has
@@ -69,6 +100,7 @@ forge_elsewhere() {
 }
 # A job that is cancelled or preempted now is not broken.  It does not come back by itself unless
 # Slurm puts it back, and the journal knows nothing of this start.
+# shellcheck disable=SC2329 # called by a trap
 forge_ended() {
     set +eu
     trap '' HUP INT TERM USR1 USR2
@@ -78,6 +110,7 @@ forge_ended() {
     exit 143
 }
 # The command may hold a password: no more of it than its first word.
+# shellcheck disable=SC2329 # called by a trap
 forge_remember() {
     local word
     read -r word _ <<< "$(sed -n "${2}p" -- "$3" 2> /dev/null)"
@@ -89,6 +122,7 @@ forge_watch() {
     trap 'forge_remember "$?" "$LINENO" "${BASH_SOURCE[0]:-$0}"' ERR
     local name
     for name in HUP INT TERM USR1 USR2; do
+        # shellcheck disable=SC2064 # the name of now is meant
         trap "forge_ended $name" "$name"
     done
 }

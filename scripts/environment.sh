@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts beside it: makes the virtual environment that they run in.
 #
 # FORGE_VENV names another place for it, FORGE_PYTHON the interpreter to make it with.
@@ -50,6 +51,7 @@ PYTHON
 }
 
 # need_packages [dev]: slurm_forge itself, editable, with the versions of constraints-dev.txt.
+# shellcheck disable=SC2120 # without an argument the base package
 need_packages() {
     local extra="${1:+[$1]}" stamp="$venv/.forge-${1:-base}"
     if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints-dev.txt -nt "$stamp" ]; then

@@ -40,11 +40,16 @@ class ForgeError(Exception):
         self.next_step = next_step
 
     def __str__(self) -> str:
-        return f"{self.message}\n  {self.next_step}" if self.next_step else self.message
+        return _visible(f"{self.message}\n  {self.next_step}" if self.next_step else self.message)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only arguments defeat the default reduction; rebuild without calling __init__.
         return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _visible(text: str) -> str:
+    """What somebody has written may hold what a terminal obeys: it is shown, and not sent."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _rebuild(kind: type[ForgeError], args: tuple[Any, ...], state: dict[str, Any]) -> ForgeError:
@@ -74,7 +79,7 @@ class ConfigError(ForgeError):
         if self.line is not None:
             where += f":{self.line}"
         text = f"{where}: {self.message}" if where else self.message
-        return f"{text}\n  {self.next_step}" if self.next_step else text
+        return _visible(f"{text}\n  {self.next_step}" if self.next_step else text)
 
 
 class SlurmCommandError(ForgeError):

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["Knobs", "LocalRanks", "flight_recorder_variables", "mark_of_run"]
+__all__ = [
+    "Knobs",
+    "LocalRanks",
+    "flight_recorder_variables",
+    "mark_of_run",
+    "torchrun_variables",
+    "without_torchrun",
+]
 
 _CHANNEL = "SLURM_FORGE_CHANNEL"
 _NONCE = "SLURM_FORGE_NONCE"
@@ -20,6 +27,9 @@ _LAUNCH = "SLURM_FORGE_LAUNCH"
 _STARTED = "SLURM_FORGE_STARTED"
 _AGENTS = "SLURM_FORGE_AGENTS"
 _AGENTS_NONCE = "SLURM_FORGE_AGENTS_NONCE"
+_SHIELDS = "SLURM_FORGE_SHIELDS"
+_SHIELDS_NONCE = "SLURM_FORGE_SHIELDS_NONCE"
+_TORCHRUN = "SLURM_FORGE_TORCHRUN"
 _LIFELINE = "SLURM_FORGE_LIFELINE"
 _RUN = "SLURM_FORGE_RUN"
 _LATEST = "SLURM_FORGE_LATEST"
@@ -38,7 +48,9 @@ class Knobs:
     ``channel`` is ``host1,host2:port``; ``nonce`` is what everybody on it has to know; ``attempt``
     and ``launch`` are the numbers of those that a process belongs to; ``started`` is when the
     launch was begun (seconds since the epoch).  ``agents`` and ``agents_nonce`` are the same for
-    the standing agents of a step.
+    the standing agents of a step.  ``shields`` and ``shields_nonce`` are the same for the shields,
+    which stand between Slurm and a launcher of ranks.  ``torchrun`` is the step (``job.step``)
+    whose ranks torchrun numbers.
     ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is the
     directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
     program may resume from, ``restarts`` how often that was started before.  ``nodes`` is the
@@ -52,6 +64,9 @@ class Knobs:
     started: float | None = None
     agents: str | None = None
     agents_nonce: str = ""
+    shields: str | None = None
+    shields_nonce: str = ""
+    torchrun: str | None = None
     lifeline: bool = False
     run: str | None = None
     latest: str | None = None
@@ -72,6 +87,9 @@ class Knobs:
             started=_seconds(environ, _STARTED),
             agents=environ.get(_AGENTS) or None,
             agents_nonce=environ.get(_AGENTS_NONCE, ""),
+            shields=environ.get(_SHIELDS) or None,
+            shields_nonce=environ.get(_SHIELDS_NONCE, ""),
+            torchrun=environ.get(_TORCHRUN) or None,
             lifeline=_number(environ, _LIFELINE, 0) == 1,
             run=environ.get(_RUN) or None,
             latest=environ.get(_LATEST) or None,
@@ -92,6 +110,9 @@ class Knobs:
             _STARTED: None if self.started is None else repr(self.started),
             _AGENTS: self.agents,
             _AGENTS_NONCE: self.agents_nonce,
+            _SHIELDS: self.shields,
+            _SHIELDS_NONCE: self.shields_nonce,
+            _TORCHRUN: self.torchrun,
             _LIFELINE: "1" if self.lifeline else None,
             _RUN: self.run,
             _LATEST: self.latest,
@@ -102,6 +123,44 @@ class Knobs:
             _STATE_HOME: self.state_home,
         }
         return {name: value for name, value in given.items() if value}
+
+
+def torchrun_variables(step: str, *, ours: bool) -> dict[str, str]:
+    """What torchrun and its ranks have in their environment in the step ``job.step``.
+
+    Where the ranks are ``ours``, also those of torchrun's own options that keep it from ending
+    ranks which are about to save; versions that don't know them don't read them.
+    """
+    if not ours:
+        return {_TORCHRUN: step}
+    return {
+        _TORCHRUN: step,
+        "PET_SIGNALS_TO_HANDLE": "SIGINT",
+        "PET_SHUTDOWN_TIMEOUT": "5",
+        "PET_MONITOR_INTERVAL": "0.2",
+    }
+
+
+#: What torchrun gives its ranks (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+_OF_TORCHRUN = frozenset({
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+})  # fmt: skip
+
+
+def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank that torchrun has started in a step of ours, without all of it.
+
+    Any other comes back as it is: what it holds of torchrun is a person's own.
+    """
+    if _TORCHRUN not in environ:
+        return dict(environ)
+    ours = torchrun_variables("", ours=True).keys()
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _OF_TORCHRUN | ours and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def mark_of_run(path: str) -> str:

@@ -22,7 +22,9 @@ import jinja2
 from slurm_forge.documents import nearest
 from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.directives import as_directive
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.loading import from_yaml, job_from_mapping, to_mapping
 
 __all__ = ["FirstFiles", "NewFile", "Way", "Wishes", "first_files", "name_from"]
@@ -111,6 +113,7 @@ def first_files(wishes: Wishes, *, templates: Sequence[str]) -> FirstFiles:
             "command": job.command,
             "resources": given["resources"],
             "template": given.get("template") if wishes.template else None,
+            "chain": job.chain,
             "made": made,
             "own": own,
             "global_batch": _global_batch(job),
@@ -183,6 +186,10 @@ RESOURCES = (
 )  # fmt: skip
 
 
+#: Attempts of an array, where nobody has said how many.
+_CHAIN = 10
+
+
 def _job(wishes: Wishes) -> JobSpec:
     resources = {key: getattr(wishes, key) for key in RESOURCES}
     if resources["gpus_per_node"] == "0":
@@ -197,8 +204,9 @@ def _job(wishes: Wishes) -> JobSpec:
         data["command"] = _words(wishes.command)
     else:
         data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
-    if wishes.template is not None and "template" in JobSpec.model_fields:
+    if wishes.template is not None:
         data["template"] = wishes.template
+        data["chain"] = _CHAIN if wishes.template == Template.ARRAY.value else None
     try:
         job = job_from_mapping(data)
     except ConfigError as error:
@@ -294,7 +302,9 @@ def _directives(job: JobSpec) -> tuple[str, ...]:
         "ntasks-per-node": given["tasks_per_node"],
         **{key.replace("_", "-"): given[key] for key in RESOURCES[2:]},
     }
-    return tuple(f"--{key}={value}" for key, value in named.items() if value is not None)
+    return tuple(
+        as_directive(f"--{key}={value}") for key, value in named.items() if value is not None
+    )
 
 
 def _rendered(template: str, values: Mapping[str, Any]) -> str:

@@ -115,6 +115,7 @@ def _submit(
     from slurm_forge.cli.places import reference, runs_folder
     from slurm_forge.cli.preparing import check, make, place_of, refuse
     from slurm_forge.cli.rehearsing import rehearsed
+    from slurm_forge.launch.saves_seen import usual_saves
     from slurm_forge.launch.script import asked_options
     from slurm_forge.launch.submission import submit_script
     from slurm_forge.launch.variables import warnings
@@ -141,6 +142,7 @@ def _submit(
             machine=os.uname().machine,
             options=asked_options(checked.job, chosen.site, place),
             where=place_of(checked),
+            saves=usual_saves(place, checked.job),
         ),
         *out.notes,
     )

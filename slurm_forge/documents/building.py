@@ -76,6 +76,12 @@ def build_plain(model: type[Model], data: Mapping[str, Any], source: str | None 
         return model.model_validate(dict(data))
     except pydantic.ValidationError as error:
         raise _config_error(model, Document(dict(data), source), error) from None
+    except UnicodeEncodeError as error:  # pydantic can't even say what is wrong with it
+        raise ConfigError(
+            f"half of a surrogate pair is not text: {error.object!a}",
+            path=source,
+            next_step="Write it in UTF-8.",
+        ) from None
 
 
 def _config_error(

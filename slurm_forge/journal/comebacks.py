@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Held", "NodesStruck", "RequeueDone", "RequeueFailed", "RequeueIntended"]
+__all__ = ["NEXT_TASK", "Held", "NodesStruck", "RequeueDone", "RequeueFailed", "RequeueIntended"]
+
+#: ``method`` where the run is left to another task of its array, which Slurm starts by itself.
+NEXT_TASK = "next task of the array"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +46,16 @@ class Held:
     """The job waits in the queue, held: whoever releases it lets the run go on.
 
     ``restart_count`` is that of the attempt which asked for it; a later start was released, where
-    Slurm has ``confirmed`` that it holds the job (else it may have started it by itself).
+    Slurm has ``confirmed`` that it holds the job (else it may have started it by itself).  The
+    ``job`` of a chain of array tasks is the array: the tasks that had no turn wait.  Not
+    ``queued``: nothing waits there, the run is held by this line alone.
     """
 
     job: str
     restart_count: int
     reason: str
     confirmed: bool = False
+    queued: bool = True
     kind: Literal["held"] = "held"
 
 

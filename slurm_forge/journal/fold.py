@@ -148,6 +148,10 @@ def advance(state: RunState, record: Record) -> RunState:
                 open_intent=None,
                 job=event.successor or event.job,
             )
+        case ev.Held() if not event.queued:
+            return replace(
+                state, held=None, open_intent=None, status=RunStatus.HELD, reason=event.reason
+            )
         case ev.Held() if state.status is RunStatus.RUNNING:
             # Nobody has decided that: it would have come back, and must not by itself.
             return replace(
@@ -155,7 +159,7 @@ def advance(state: RunState, record: Record) -> RunState:
             )
         case ev.Held():
             return replace(state, held=event, open_intent=None)
-        case ev.RequeueFailed() if state.held is not None and _HOLD in event.method:
+        case ev.RequeueFailed() if state.held is not None and event.method.endswith(_HOLD):
             return replace(state, held=None)  # written before Slurm was asked, which refused it
         case ev.AttemptEnded():
             changed = _in_attempt(state, record, lambda a: _over(a, time, event.outcome))
@@ -233,7 +237,7 @@ def advance(state: RunState, record: Record) -> RunState:
 #: What a person asks with for a run to go on, whatever it rests for.
 _GO_ON = frozenset({"submit", "run", "requeue", "release"})
 #: How a request to hold the job in the queue is called where Slurm did not take it.
-_HOLD = "requeuehold"
+_HOLD = "hold"
 
 
 def _submitted(state: RunState) -> RunState:

@@ -13,6 +13,7 @@ from slurm_forge.files import make_private_directory
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.codec import Record
 from slurm_forge.journal.events import RequeueDone, RequeueFailed, RequeueIntended, UserAsked
+from slurm_forge.launch.chain import waiting_record
 from slurm_forge.launch.changes import Asked, arguments_of, changed, update_of
 from slurm_forge.launch.ladder import Comeback, Ladder, Taken
 from slurm_forge.launch.leaving import names_in
@@ -34,7 +35,7 @@ from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
-from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, JobState
+from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec.run_file import RunFile, read_run_file
 
 __all__ = ["Brought", "bring_back", "reconcile"]
@@ -84,6 +85,8 @@ def bring_back(
         record = _record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
             record = _successor(run, slurm) or record
+        if record is None or record.state is JobState.COMPLETING or record.state in TERMINAL:
+            record = waiting_record(state.job, file.job.chain, slurm) or record
         if unless is not None and (why := unless(state, record)) is not None:
             return Brought(state.job, why, changed=False)
         if record is not None and record.state not in PENDING_LIKE | ACTIVE:
@@ -141,7 +144,7 @@ def _go_on(
     asked: Asked,
 ) -> Brought:
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
-    job = record.job_ref
+    job = record.waiting_ref
     held = _is_held(record)
     goes_on = not held and state.status not in _AT_REST and not run.stop_file.exists()
     if goes_on and not asked:
@@ -305,8 +308,9 @@ def _successor(run: RunDirectory, slurm: Slurm) -> JobRecord | None:
     """
     script = str(job_script(run))
     for entry in slurm.queue(person())[:_LOOKED_AT]:
-        if entry.state in PENDING_LIKE | ACTIVE and "[" not in entry.job_ref:
-            record = slurm.show_job(entry.job_ref)
+        if entry.state in PENDING_LIKE | ACTIVE:
+            # Tasks of an array that wait share a line, and the record that goes by its id.
+            record = slurm.show_job(entry.job_ref.partition("_[")[0])
             if record is not None and record.command == script:
                 return record
     return None

@@ -26,6 +26,7 @@ from slurm_forge.journal.events import (
     UserAsked,
 )
 from slurm_forge.launch.post_mortem import post_mortem
+from slurm_forge.launch.saves_seen import remember_saves
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
@@ -226,6 +227,8 @@ class Attempt:
         with contextlib.suppress(OSError):
             self.journal.write(AttemptEnded(outcome=outcome), durable=True)
         self.journal.close()
+        with contextlib.suppress(OSError, ForgeError):
+            remember_saves(self.run, self.file.job, self.state())
 
 
 def _unlimited(policy: Recovery, decision: Decision) -> bool:
@@ -347,11 +350,14 @@ def _stay_stopped(run: RunDirectory, state: RunState) -> None:
 def _released(state: RunState, job: str, restart_count: int) -> bool:
     """Whether this start is one that we had put into the queue, held, and somebody released.
 
-    Nothing else starts a held job: it is a person's wish that the run goes on.
+    Nothing else starts a held job: it is a person's wish that the run goes on.  Of a chain of array
+    tasks those were held that waited, not the one that held them.
     """
     held = state.held
     if held is None or not held.confirmed:
         return False
+    if job.startswith(f"{held.job}_"):
+        return not state.attempts or job != state.attempts[-1].job
     return held.job == job and restart_count > held.restart_count
 
 

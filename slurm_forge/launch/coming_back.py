@@ -15,8 +15,10 @@ from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import Attempt
 from slurm_forge.launch.avoid import Avoider, names_added
+from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.ladder import Comeback, Ladder
 from slurm_forge.launch.leaving import open_ledger, partition_of
+from slurm_forge.launch.saves_seen import lead_option, seen_in
 from slurm_forge.launch.update import arguments_for, update_for
 from slurm_forge.recovery.nodes import spared
 from slurm_forge.recovery.sooner import Soon, sooner
@@ -124,9 +126,22 @@ class ComingBack:
             decision.reason,
             update,
             wait=timedelta(seconds=decision.wait_s),
-            arguments=lambda: arguments_for(update(), job),
+            arguments=lambda: self._for_successor(update()),
             soon=self._sooner,
         )
+
+    def _for_successor(self, update: JobUpdate | None) -> tuple[str, ...]:
+        """Options of its sbatch: what recovery changes, and a lead by what saves have taken."""
+        job, state = self._attempt.file.job, self._attempt.state()
+        given = arguments_for(update, job)
+        saves = seen_in(state)
+        ours = state.attempts[-1].via in ("sbatch", VIA_ARRAY) if state.attempts else False
+        # What can't be said to sbatch is told to scontrol, where nothing else is said to sbatch.
+        if saves is None or not ours or (update is not None and not given):
+            return given
+        limit = None if update is None else update.time_limit
+        lead = lead_option(job, limit or job.resources.time, timedelta(seconds=saves.seconds))
+        return given if lead is None else (*given, f"--signal={lead}")
 
     def _sooner(self) -> timedelta | None:
         """How far ahead the next start may be, while our own end is not reached yet."""
@@ -142,6 +157,14 @@ class ComingBack:
     def hold(self, reason: str) -> Comeback:
         """Leave it to a person; raises only a fence."""
         return self._ladder.hold(reason)
+
+    def rest(self, decision: Decision) -> None:
+        """The run is neither to come back nor to be held: nothing of it is to start by itself."""
+        self._ladder.rest(decision.reason)
+
+    def finished(self) -> None:
+        """The run is finished: what of it waits in the queue is not needed any more."""
+        self._ladder.finished()
 
     def _spared(self, decision: Decision) -> tuple[str, ...]:
         """The nodes that the plan leaves out, as far as enough others are left to start on.

@@ -35,6 +35,7 @@ from slurm_forge.launch.update import (
     update_for,
 )
 from slurm_forge.launch.variables import as_submitted, effective_on_hang
+from slurm_forge.launch.way_back import ladder_of
 from slurm_forge.recovery import decide
 from slurm_forge.recovery.endings import supervisor_lost
 from slurm_forge.recovery.sooner import sooner
@@ -130,7 +131,8 @@ def bring_back(
         with contextlib.suppress(OSError):
             journal.write(DecisionTaken(decision=decision))
         script = run.submissions / "job.sbatch"
-        ladder = Ladder(
+        ladder = ladder_of(
+            file,
             slurm,
             job=job,
             restart_count=claim.restart_count,
@@ -138,7 +140,6 @@ def bring_back(
             journal=journal,
             fence=fence,
             patience=_PATIENCE,
-            only_hold=file.only_hold,
         )
 
         def soon() -> timedelta | None:
@@ -208,7 +209,9 @@ def _act(
     outcome = decision.action.value
     if decision.action is Action.HOLD:
         outcome = ladder.hold(decision.reason).taken.value
-    elif decision.action not in (Action.STOP, Action.RAISE):
+    elif decision.action in (Action.STOP, Action.RAISE):
+        ladder.rest(decision.reason)
+    else:
         comeback = ladder.climb(
             decision.reason,
             update,

@@ -157,6 +157,7 @@ class Embedded:
                 now=time.time(),
                 # Nobody limits the time of a run on this machine.
                 end=None if self._slurm is None else planned_end(file.job, state),
+                usual_save=file.usual_save,
             ),
             stop_file=run.stop_file,
             save_file=run.save_file,

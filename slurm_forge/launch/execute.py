@@ -12,11 +12,14 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import Note
 from slurm_forge.launch.attempt import RELAUNCHING, REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.chain_rest import nothing_to_do
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.execute_here import execute_here, refused, say
@@ -31,6 +34,7 @@ from slurm_forge.launch.sentinel_step import (
     sentinel_command,
     sentinel_environment,
 )
+from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
 from slurm_forge.launch.way_back import way_back
@@ -51,7 +55,7 @@ _LONGEST_PAUSE_S = 120.0
 _LISTENS_S = 3.0
 #: Slurm ends a job that goes back into the queue; what stands behind us in the script is not meant
 #: for a run that is not through.
-_ENDED_WITHIN_S = 20.0
+_ENDED_WITHIN = timedelta(seconds=20)
 _FIRST_ANSWER_S = 2.0
 _TICK_S = 0.05
 
@@ -63,8 +67,11 @@ def execute(
     variables: Mapping[str, str],
     slurm: Slurm | None,
     via: str,
+    words: tuple[str, ...] = (),
 ) -> int:
     """Start the run's command, and bring it back until it is done; the exit status for the script.
+
+    ``words`` are the command as a script has it; else it is that of the job.
 
     0: it is done, was requeued, is held in the queue, or somebody has stopped it.  On a machine
     without Slurm, or where the job file says raise: the command's own status where it failed for
@@ -76,7 +83,7 @@ def execute(
     with ProgramSignals() as signals:
         SignalWatcher(signals.batch)
         signal.signal(signal.SIGINT, signals.interrupt)  # somebody in salloc
-        return _in_job(run, environment, variables, slurm, via, signals)
+        return _in_job(run, environment, variables, slurm, via, signals, words)
 
 
 def _refuse_places(environment: SlurmEnvironment) -> None:
@@ -102,9 +109,11 @@ def _in_job(
     slurm: Slurm,
     via: str,
     signals: ProgramSignals,
+    words: tuple[str, ...],
 ) -> int:
     try:
-        note_asked(run, environment.job_ref, environment.restart_count, slurm)
+        if via != VIA_ARRAY:  # its tasks were all handed in together
+            note_asked(run, environment.job_ref, environment.restart_count, slurm)
         begun = begin(
             run,
             job=environment.job_ref,
@@ -118,9 +127,10 @@ def _in_job(
         say(str(error))
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     if isinstance(begun, Refusal):
         say(refused(run, begun))
+        nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
     _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
@@ -138,7 +148,7 @@ def _in_job(
         sentinel_environment(variables),
         signals.steps,
     )
-    job = _Job(begun, environment, variables, watch, back, signals, slurm, sentinel)
+    job = _Job(begun, environment, variables, watch, back, signals, slurm, sentinel, words)
     try:
         back.prepare()
         return job.run()
@@ -147,16 +157,17 @@ def _in_job(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     finally:
         watch.close()
         sentinel.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
     """Nothing of the run can be known, or written down."""
     reason, count = f"the run directory: {error}", environment.restart_count
-    done = leave_to_slurm(slurm, environment.job_ref, reason, restart_count=count)
+    job, in_chain = environment.job_ref, via == VIA_ARRAY
+    done = leave_to_slurm(slurm, job, reason, restart_count=count, in_chain=in_chain)
     say(f"the run directory can't be used ({error}): {done}")
     return 1
 
@@ -198,6 +209,7 @@ class _Job:
         signals: ProgramSignals,
         slurm: Slurm,
         sentinel: SentinelStep,
+        words: tuple[str, ...],
     ) -> None:
         self._attempt = attempt
         self._environment = environment
@@ -216,6 +228,7 @@ class _Job:
             slurm=slurm,
             environment=environment,
             sentinel=sentinel,
+            words=words,
         )
 
     def run(self) -> int:
@@ -235,6 +248,7 @@ class _Job:
             decision = self._concluded(started.facts)
             if decision is None:
                 started.clear()
+                self._back.finished()
                 self._attempt.end("finished")
                 return 0
             staying = decision.action in RELAUNCHING and _may_stay(started.facts)
@@ -278,22 +292,24 @@ class _Job:
             raise
 
     def _go(self, decision: Decision, started: Started | None) -> int:
-        outcome, given_back = decision.action.value, False
+        outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
             taken = self._back.come_back(decision, urgent=urgent).taken
-            outcome, given_back = taken.value, taken is Taken.REQUEUED
+            outcome = taken.value
+            stay = _ENDED_WITHIN if taken is Taken.REQUEUED else stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             taken = self._back.hold(decision.reason).taken
-            outcome, given_back = taken.value, taken is Taken.HELD
-        elif decision.action is Action.RAISE:
-            outcome = "raised"
+            outcome, stay = taken.value, _ENDED_WITHIN if taken is Taken.HELD else stay
+        else:
+            self._back.rest(decision)
+            outcome = "raised" if decision.action is Action.RAISE else outcome
         if started is not None:
             started.clear()
         self._attempt.end(outcome)
         say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
-        if given_back:
-            self._signals.wait_for_the_end(_ENDED_WITHIN_S)
+        if stay:
+            self._signals.wait_for_the_end(stay.total_seconds())
         self._sentinel.close()  # its step would be seen to end after the begin time
         self._back.leave()
         return (self._status or 1) if decision.action is Action.RAISE else 0
@@ -306,8 +322,15 @@ def _may_stay(facts: LaunchFacts) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN [--via NAME]``: the command and how it is to be treated stand in its ``run.yaml``."""
+    """``RUN [--via NAME] [-- COMMAND…]``: how it is to be treated stands in its ``run.yaml``.
+
+    The command does, too, where the script does not have it.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    command: tuple[str, ...] = ()
+    if "--" in words:
+        at = words.index("--")
+        words, command = words[:at], tuple(words[at + 1 :])
     via = "sbatch"
     if "--via" in words[:-1]:
         at = words.index("--via")
@@ -317,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(words) != 1:
             raise ForgeError(
                 f"expected one run directory, got {words}",
-                next_step="python -m slurm_forge.launch.execute RUN",
+                next_step="python -m slurm_forge.launch.execute RUN [-- COMMAND…]",
             )
         environment = SlurmEnvironment.from_environ(os.environ)
         return execute(
@@ -326,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             variables=dict(os.environ),
             slurm=None if environment is None else SubprocessSlurm.of_this_process(),
             via=via,
+            words=command,
         )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

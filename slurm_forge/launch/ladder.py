@@ -16,12 +16,13 @@ from pathlib import Path
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
+from slurm_forge.launch.chain import comment_of
 from slurm_forge.recovery.endings import is_cancelled
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.states import PENDING_LIKE, JobState
 
-__all__ = ["PATIENCE", "Comeback", "Ladder", "Taken"]
+__all__ = ["PATIENCE", "Comeback", "Ladder", "Settled", "Taken", "waiting_update"]
 
 #: How often a controller that is busy ("try again later") is asked.
 _TRIES = 3
@@ -34,7 +35,6 @@ _HOLD = "scontrol requeuehold"
 _FOUND = "found in the queue"
 _QUICK = timedelta(seconds=3)
 _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
-_LONGEST_COMMENT = 200
 
 
 class Taken(str, Enum):
@@ -42,6 +42,8 @@ class Taken(str, Enum):
 
     REQUEUED = "requeued"
     SUCCESSOR = "successor"
+    #: Of the array that the job is a task of: it starts by itself.
+    NEXT_TASK = "next task"
     OPEN = "open"
     #: In the queue, until somebody releases it.
     HELD = "held"
@@ -51,7 +53,7 @@ class Taken(str, Enum):
     CANCELLED = "cancelled"
 
 
-class _Settled(Enum):
+class Settled(Enum):
     """What somebody else has made of the job."""
 
     WAITS = 1
@@ -174,14 +176,13 @@ class Ladder:
         its journal in any case.
         """
         self._check_fence()
-        line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
-            self._quick.update_job(self._job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+            self._quick.update_job(self._job, JobUpdate(comment=comment_of(reason)))
         held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
         # Before Slurm is asked, because it ends us.
         self._note(held)
         reply, settled = self._persist(self._slurm.requeue_hold)
-        if settled is _Settled.CANCELLED:
+        if settled is Settled.CANCELLED:
             return Comeback(Taken.CANCELLED, "the job was cancelled")
         if reply.outcome is RequeueOutcome.ALREADY_PENDING and not self._hold_pending():
             # Somebody has requeued it meanwhile, and it would start again.
@@ -193,6 +194,12 @@ class Ladder:
         # Whoever releases the job is believed by this: without it Slurm may have started it itself.
         self._note(replace(held, confirmed=True))
         return Comeback(Taken.HELD, reply.outcome.value)
+
+    def rest(self, reason: str) -> None:
+        """The run rests without its job being put into the queue: nothing else is there."""
+
+    def finished(self) -> None:
+        """The run is finished: nothing else is there that would start."""
 
     def _hold_pending(self) -> bool:
         """Hold a job that waits already."""
@@ -206,7 +213,7 @@ class Ladder:
                 return True
         return False
 
-    def _settled(self, *, again: bool = False) -> _Settled | None:
+    def _settled(self, *, again: bool = False) -> Settled | None:
         """What somebody else has made of the job since we began, as far as Slurm answers quickly.
 
         Somebody else's requeue is as good as ours: a second one would end the new start.  And a job
@@ -220,22 +227,22 @@ class Ladder:
             return None
         if record.restarts <= self._restart_count:
             ended = is_cancelled(record) if again else record.state is JobState.CANCELLED
-            return _Settled.CANCELLED if ended else None
+            return Settled.CANCELLED if ended else None
         if record.state is JobState.CANCELLED:
-            return _Settled.CANCELLED
-        return _Settled.RUNS if record.state in _RUNS else _Settled.WAITS
+            return Settled.CANCELLED
+        return Settled.RUNS if record.state in _RUNS else Settled.WAITS
 
     def _found(
         self,
-        settled: _Settled,
+        settled: Settled,
         update: JobUpdate | Callable[[], JobUpdate | None] | None,
         wait: timedelta,
     ) -> Comeback:
-        if settled is _Settled.CANCELLED:
+        if settled is Settled.CANCELLED:
             self._note(RequeueFailed(job=self._job, method=_REQUEUE, reason="it was cancelled"))
             return Comeback(Taken.CANCELLED, "the job was cancelled")
         # What runs is not to be changed: NumNodes would take nodes away from it.
-        changes = update if settled is _Settled.WAITS else None
+        changes = update if settled is Settled.WAITS else None
         return self._came_back("in the queue already", _FOUND, changes, wait)
 
     def _came_back(
@@ -253,7 +260,7 @@ class Ladder:
             if wait <= timedelta(0):
                 self._begin_in(ahead)
         changes = update() if callable(update) else update
-        self._update(self._job, _waiting(changes, wait))
+        self._update(self._job, waiting_update(changes, wait))
         return Comeback(Taken.REQUEUED, text)
 
     def _check_fence(self) -> None:
@@ -264,7 +271,7 @@ class Ladder:
         with contextlib.suppress(OSError):
             self._fence()
 
-    def _persist(self, ask: Callable[[str], RequeueReply]) -> tuple[RequeueReply, _Settled | None]:
+    def _persist(self, ask: Callable[[str], RequeueReply]) -> tuple[RequeueReply, Settled | None]:
         """The answer to a request that may be asked again while it can help.
 
         A request of which the answer was lost may have been carried out: then the job is pending,
@@ -367,7 +374,7 @@ class Ladder:
                 self._update(job, replace(update, exclude_nodes=None))
 
 
-def _waiting(update: JobUpdate | None, wait: timedelta) -> JobUpdate | None:
+def waiting_update(update: JobUpdate | None, wait: timedelta) -> JobUpdate | None:
     """The update of a job that is to wait as well."""
     if wait <= timedelta(0):
         return update

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.control import Hub
+from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.interfaces import interfaces, preferred_address
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
@@ -30,6 +31,7 @@ from slurm_forge.launch.sentinel_step import (
     SentinelStep,
 )
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
 from slurm_forge.launch.variables import for_command
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.slurm.client import Slurm
@@ -71,6 +73,7 @@ class Starts:
         slurm: Slurm | None = None,
         environment: SlurmEnvironment | None = None,
         sentinel: SentinelStep | None = None,
+        words: tuple[str, ...] = (),
     ) -> None:
         self.attempt = attempt
         self._variables = variables
@@ -79,6 +82,8 @@ class Starts:
         self._slurm = slurm
         self._environment = environment
         self._sentinel = sentinel
+        #: The command as the script has it; else that of the job.
+        self._words = words
         self.launched_at = datetime.now(timezone.utc)
 
     def start(self, kill_wait: timedelta | None = None) -> Started:
@@ -121,6 +126,8 @@ class Starts:
                 ),
                 interfaces=interfaces(),
             )
+            if by_torchrun(file) and environment is not None:
+                variables = self._meeting(variables, hub, environment)
             variables.update(knobs.to_environ())
             self.launched_at = datetime.now(timezone.utc)
             there = None
@@ -145,6 +152,7 @@ class Starts:
                 now=time.time(),
                 end=end,
                 kill_wait=kill_wait,
+                usual_save=file.usual_save,
             )
             conductor = ProgramConductor(
                 hub,
@@ -181,6 +189,18 @@ class Starts:
             hub.abort("the launch is over")
             hub.close()
 
+    def _meeting(
+        self, variables: dict[str, str], hub: Hub, environment: SlurmEnvironment
+    ) -> dict[str, str]:
+        """Where torchrun's agents of this start meet."""
+        file, first = self.attempt.file, (environment.nodes or ("",))[0]
+        here = first in ("", environment.node_name)
+        master = master_address(file, first or None, this_node=environment.node_name)
+        if master is None:
+            master = parse_addresses(hub.addresses)[0][0] if here else first
+        port = meeting_port(environment.job_id, self.attempt.launch, here=here)
+        return for_torchrun(variables, file, master=master, port=port)
+
     def _end_leftovers(self) -> None:
         """Of a start whose exec was killed: two of them would write to the same files."""
         with contextlib.suppress(OSError):
@@ -207,7 +227,7 @@ class Starts:
                 matches = find_matches(program.checkpoint_glob, attempt.file.folder)
                 found = newest(matches, but=incomplete(program.convention))
         latest = None if found is None else str(found.path)
-        command = job.command or ()
+        command = self._words or job.command or ()
         template = program.resume_arg
         if template is None or before == 0:
             return command, latest

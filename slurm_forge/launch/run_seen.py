@@ -14,6 +14,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.journal.state import AttemptState
+from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.recovery.watching import RunSeen
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.remembered import Remembered, signature
@@ -129,6 +130,7 @@ def _read(run: RunDirectory) -> RunSeen:
         reason=state.reason,
         restarts=_restarts(ordered),
         noticed=attempt is not None and _noticed(attempt),
+        chain=attempt is not None and attempt.via == VIA_ARRAY,
         program=attempt is not None
         and bool(attempt.launches)
         and not attempt.launches[-1].world_size,

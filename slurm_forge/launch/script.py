@@ -6,19 +6,27 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import jinja2
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.containers import facts_of, runtime_of
 from slurm_forge.launch.gpu_options import gpu_options
+from slurm_forge.launch.payload import payload
+from slurm_forge.launch.saves_seen import lead_option, seen_of_run
 from slurm_forge.launch.setup_lines import refuse_traps
-from slurm_forge.launch.timing import lead_time
+from slurm_forge.launch.torchrun import by_torchrun, per_node
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
+from slurm_forge.slurm.directives import as_directive, read_directives
 from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
+from slurm_forge.slurm.sbatch_words import long_name, value_of
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.units import format_memory, format_slurm_duration
 
@@ -32,14 +40,12 @@ __all__ = [
     "start_lines",
     "successor_lines",
     "template_folder",
+    "template_name",
 ]
 
-_TEMPLATE = "srun.sbatch"
+_ARRAY = "array.sbatch"
 _STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
-#: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
-#: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
-_SIGNAL_FROM = timedelta(minutes=10)
 
 
 def template_folder() -> Path:
@@ -54,27 +60,33 @@ def template_folder() -> Path:
     )
 
 
-def options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
-    """The ``#SBATCH`` options, one per line, in a fixed order.
+def options(
+    job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
+) -> tuple[str, ...]:
+    """The options for sbatch, in a fixed order.
 
+    ``save`` is how long saves of the run take, 0 where nobody knows.
     ``ConfigError`` for what can't be an option, and for what the site refuses or misses.
     """
-    lines = asked_options(job, site, run)
+    lines = asked_options(job, site, run, save=save)
     found = refused(lines, site)
     if found is not None:
         raise ConfigError(found.message, next_step=found.advice)
     return lines
 
 
-def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...]:
+def asked_options(
+    job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
+) -> tuple[str, ...]:
     """As ``options``, whatever the site thinks of them."""
     wanted = job.resources
+    if job.template is Template.TORCHRUN:
+        wanted = per_node(wanted)
     gpus = gpu_options(wanted, site)
     limit = wanted.time
-    warn = limit is not None and limit >= _SIGNAL_FROM
-    lead = int(lead_time(job, limit).total_seconds())
     chosen: list[tuple[str, object | None]] = [
         ("job-name", job.name),
+        ("array", None if job.chain is None else f"1-{job.chain}%1"),
         ("nodes", wanted.allocation),
         ("ntasks-per-node", wanted.tasks_per_node),
         ("cpus-per-task", wanted.cpus_per_task),
@@ -91,27 +103,33 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
         ("nodelist", wanted.nodelist),
         ("gres", gpus.gres),
         ("reservation", wanted.reservation),
-        ("signal", f"USR2@{lead}" if warn else None),
+        ("signal", lead_option(job, limit, save)),
         ("requeue", ""),
         ("no-kill", "" if job.outlives_nodes else None),
         ("open-mode", "append"),
-        ("output", str(run.submissions / "%x-%j.out")),
+        ("output", _log_of(run, "%x-%j.out" if job.chain is None else "%x-%A_%a.out")),
     ]
     refuse_several_jobs(wanted.extra)
+    refuse_several_jobs({long_name(each): value_of(each) or "" for each in site.sbatch_options})
     chosen += list(wanted.extra.items())
     lines = []
     for name, value in chosen:
         if value is None:
             continue
-        line = f"--{name}" if value == "" else f"--{name}={_quoted(name, str(value))}"
-        lines.append(_checked(line))
-    lines += [_checked(option) for option in site.sbatch_options]
+        lines.append(_checked(f"--{name}" if value == "" else f"--{name}={value}"))
+    lines += [_checked(option) for option in (*site.sbatch_options, *_of_container(job, site))]
     return tuple(lines)
 
 
-def _quoted(name: str, value: str) -> str:
-    # Slurm's own reader of directives knows quotes; paths may hold spaces.
-    return shlex.quote(value) if name in ("output", "error", "comment") else value
+def _log_of(run: RunDirectory, name: str) -> str:
+    """``--output``: in the path of the run ``%`` is no more than that sign."""
+    folder = str(run.submissions)
+    if "\\" in folder:
+        raise ConfigError(
+            f"the path of the run holds a backslash: {folder}",
+            next_step="Slurm can't write the job's output there: choose another folder (--runs).",
+        )
+    return f"{folder.replace('%', '%%')}/{name}"
 
 
 def _checked(line: str) -> str:
@@ -134,8 +152,10 @@ def refuse_several_jobs(extra: Mapping[str, object]) -> None:
         if word in _SEVERAL or ":" in str(value).split() or ":" in name.split():
             raise ConfigError(
                 f"{name}={value} asks for several jobs in one, and a run is one job",
-                next_step="Leave it out.  Nodes of two kinds in one run (a heterogeneous job) are "
-                "not supported; for many runs submit each, or an array with submitit.",
+                next_step="Leave it out.  For one run in many tasks, each an attempt, write "
+                '"template: array" and "chain: 10" into the job file; for many runs submit each, '
+                "or an array with submitit.  Nodes of two kinds in one run (a heterogeneous job) "
+                "are not supported.",
             )
 
 
@@ -158,8 +178,12 @@ def leave_out(script: str, nodes: Iterable[str]) -> tuple[str, ...]:
 
 def _last(script: str, option: str) -> str:
     """The value of an ``#SBATCH`` option, of which the last one counts; empty without one."""
-    found = re.findall(rf"^#SBATCH --{option}=(.*)$", script, re.MULTILINE)
-    return "".join(shlex.split(found[-1])) if found else ""
+    try:
+        given = read_directives(script)
+    except ValueError:
+        return ""  # sbatch will say so
+    found = [each for each in given if each.startswith(f"--{option}=")]
+    return found[-1].partition("=")[2] if found else ""
 
 
 def render(file: RunFile, site: Site, run: RunDirectory) -> str:
@@ -167,25 +191,60 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(file.job.setup, "setup")
     started = "supervise" if file.job.command is None else "execute"
-    command = [file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", "sbatch"]
+    started_by = template_name(file.job, site)
+    via = "sbatch" if file.job.chain is None else VIA_ARRAY
+    own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", via)
+    lines = ((*own, "--"), *payload(file, site, run))
     return (
         _templates()
-        .get_template(_TEMPLATE)
+        .get_template(started_by if file.job.chain is None else _ARRAY)
         .render(
-            options=options(file.job, site, run),
+            chain=file.job.chain,
+            started_by=started_by,
+            options=options(file.job, site, run, save=_save(file, run)),
             env=file.env,
             setup=(*_modules(file.job, site), *site.setup, *file.job.setup),
             python=file.python,
+            by_torchrun=by_torchrun(file),
             submissions=str(run.submissions),
-            command=shlex.join(command),
+            command=" \\\n    ".join(shlex.join(line) for line in lines),
         )
     )
+
+
+def _save(file: RunFile, run: RunDirectory) -> timedelta:
+    """What saves of the run have taken, else those of an earlier one; 0 where nobody knows."""
+    seen = seen_of_run(run)
+    if seen is not None:
+        return timedelta(seconds=seen.seconds)
+    return file.usual_save or timedelta(0)
+
+
+def template_name(job: JobSpec, site: Site) -> str:
+    """The file in ``sbatch_templates/`` that a job's script is made of; of an array, each task's.
+
+    ``array.sbatch`` adds what is different about a job that is an array of attempts.
+    """
+    if job.container is not None:
+        outside = runtime_of(job.container, site).outside
+        return "apptainer.sbatch" if outside else "pyxis.sbatch"
+    if job.template is Template.TORCHRUN:
+        return "torchrun.sbatch"
+    return "exec.sbatch" if job.starts_once else "srun.sbatch"
+
+
+def _of_container(job: JobSpec, site: Site) -> tuple[str, ...]:
+    """What the site has sbatch told of the job's container."""
+    facts = None if job.container is None else facts_of(job.container, site)
+    return () if facts is None else facts.sbatch_options
 
 
 def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
     """Commands that load what the site, and its partition, want loaded."""
     facts = site.facts(job.resources.partition, job.resources.qos)
-    wanted = dict.fromkeys((*site.modules, *facts.modules))
+    container = None if job.container is None else facts_of(job.container, site)
+    more = () if container is None else container.modules
+    wanted = dict.fromkeys((*site.modules, *facts.modules, *more))
     return (f"module load {shlex.join(wanted)}",) if wanted else ()
 
 
@@ -219,6 +278,7 @@ def _part(macro: str, *arguments: object) -> str:
     return text
 
 
+@cache
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),
@@ -227,4 +287,5 @@ def _templates() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["shellquote"] = shlex.quote
+    environment.filters["directive"] = as_directive
     return environment

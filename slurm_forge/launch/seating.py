@@ -10,6 +10,7 @@ from slurm_forge.errors import ConfigError, SlurmCommandError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.launch.attempt import RELAUNCHING, Attempt
 from slurm_forge.launch.steps import takes_seat_file
+from slurm_forge.launch.torchrun import by_torchrun
 from slurm_forge.recovery.seats import Room, Seats, doubted, launch_nodes, lost_here, seats
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -57,6 +58,8 @@ class Seating:
     def tasks_per_node(self) -> int:
         """As Slurm was asked to start them; submitit's executor may say otherwise than the run."""
         there, tasks = len(self._allocation), self._environment.ntasks
+        if by_torchrun(self._attempt.file):  # one task of Slurm's per node, whose ranks are its own
+            tasks = None
         if tasks and there and tasks % there == 0:
             return tasks // there
         return self._attempt.file.job.resources.tasks_per_node
@@ -86,13 +89,14 @@ class Seating:
         return decision.action in RELAUNCHING or fewer
 
     def seat_file(self, words: Sequence[str]) -> Path | None:
-        """A file with the node of each rank, where srun needs one; ``words`` are its options."""
+        """A file with the node of each task, where srun needs one; ``words`` are its options."""
         taken, attempt = self.taken, self._attempt
         if taken is None or not takes_seat_file(taken, words):
             return None
         path = attempt.run.seat_file(attempt.claim.attempt, attempt.launch)
         make_private_directory(path.parent)
-        lines = [f"{node}\n" for node in taken.nodes for _ in range(taken.tasks_per_node)]
+        each = 1 if by_torchrun(attempt.file) else taken.tasks_per_node
+        lines = [f"{node}\n" for node in taken.nodes for _ in range(each)]
         write_atomic(path, "".join(lines).encode())
         return path
 

@@ -15,6 +15,7 @@ from slurm_forge.control.agents_hub import AgentsHub
 from slurm_forge.control.hub import Said
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.agents_launch import AgentsLaunch
+from slurm_forge.launch.payload import has_shield
 from slurm_forge.launch.seen import Launched
 from slurm_forge.launch.steps import StepProcess, srun_command
 from slurm_forge.recovery.seats import Seats
@@ -41,17 +42,22 @@ class StepOptions:
     #: The nodes of the ranks in order, and whether srun has to be told.
     nodes: tuple[str, ...] = ()
     placed: bool = False
+    #: How many ranks each of its tasks starts, by torchrun.
+    ranks_per_task: int = 1
 
     def command(
         self, *, again: bool, seats: Seats | None = None, seat_file: Path | None = None
     ) -> tuple[str, ...]:
         """srun's arguments."""
+        each = self.ranks_per_task
+        if seats is not None:
+            seats = replace(seats, tasks_per_node=seats.tasks_per_node // each)
         return srun_command(
             self.payload,
             options=self.options,
             seats=seats if self.placed else None,
             seat_file=seat_file,
-            tasks=self.tasks,
+            tasks=None if self.tasks is None else self.tasks // each,
             again=again,
         )
 
@@ -59,20 +65,20 @@ class StepOptions:
 def with_agent(payload: Sequence[str], run: str) -> tuple[str, ...] | None:
     """The payload with an agent that runs it; None for one that can't be forked.
 
-    ``[srun options…] python -u -m MODULE ARGUMENTS…`` is what can, for modules that are known.
+    ``[srun options…] python -u -m MODULE ARGUMENTS…`` is what can, for modules that are known, in a
+    container too: but not what torchrun starts.
     """
     words = list(payload)
-    if "-m" not in words:
-        return None
-    at = words.index("-m")
-    module, arguments = (words[at + 1 : at + 2] or [""])[0], words[at + 2 :]
-    python = next((word for word in reversed(words[:at]) if not word.startswith("-")), "")
-    if not PurePath(python).name.startswith("python"):
-        return None
-    if module == _WORKER and arguments == [run]:
-        return (*words[:at], "-m", _AGENT, run)
-    if module in _KNOWN_MODULES:
-        return (*words[:at], "-m", _AGENT, run, "--", "-m", module, *arguments)
+    # What stands in front (a shield) may be a module itself.
+    for at in (number for number, word in enumerate(words) if word == "-m"):
+        module, arguments = (words[at + 1 : at + 2] or [""])[0], words[at + 2 :]
+        python = next((word for word in reversed(words[:at]) if not word.startswith("-")), "")
+        if not PurePath(python).name.startswith("python"):
+            continue
+        if module == _WORKER and arguments == [run]:
+            return (*words[:at], "-m", _AGENT, run)
+        if module in _KNOWN_MODULES:
+            return (*words[:at], "-m", _AGENT, run, "--", "-m", module, *arguments)
     return None
 
 
@@ -88,6 +94,7 @@ class StandingStep:
         self._unwinds = unwinds
         self._step: StepProcess | None = None
         self._agents: AgentsHub | None = None
+        self._shields: AgentsHub | None = None
         self._options: StepOptions | None = None
         self._current: AgentsLaunch | None = None
         self._hub: Hub | None = None
@@ -152,6 +159,15 @@ class StandingStep:
         )
         if start is Start.COLD or self._agents is None or self._step is None:
             self.leave()
+            if has_shield(options.payload):
+                each = options.ranks_per_task
+                self._shields = shields = AgentsHub(
+                    world_size=hub.world_size // each,
+                    nonce=secrets.token_hex(16),
+                    on_notice=lambda task, what: self._noticed(task * each, what),
+                    interface_address=parse_addresses(hub.addresses)[0][0],
+                )
+                knobs = replace(knobs, shields=shields.addresses, shields_nonce=shields.nonce)
             payload = with_agent(options.payload, self._run)
             if payload is None:
                 self._step = StepProcess(
@@ -195,16 +211,17 @@ class StandingStep:
 
     def leave(self) -> None:
         """Every rank and every agent is gone before another step, or another attempt, may begin."""
-        step, agents = self._step, self._agents
-        self._step = self._agents = self._current = self._options = None
+        step, agents, shields = self._step, self._agents, self._shields
+        self._step = self._agents = self._current = self._options = self._shields = None
         self._early = []  # the end of a step is a signal for its agents, too
         if agents is not None:
             agents.leave()
         if step is not None and step.wait(_SRUN_RETURNS_S) is None:
             step.kill()
             step.wait(_SRUN_RETURNS_S)
-        if agents is not None:
-            agents.close()
+        for listening in (agents, shields):
+            if listening is not None:
+                listening.close()
 
     def _noticed(self, rank: int, what: str) -> None:
         """Slurm signals direct children only: what an agent got is what its rank is told of."""

@@ -6,9 +6,11 @@ Without the journal nothing can be counted but Slurm's own restarts.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from datetime import timedelta
 
 from slurm_forge.errors import SlurmCommandError
+from slurm_forge.launch.chain import chain_of, comment_of
 from slurm_forge.slurm.client import JobUpdate, Slurm
 
 __all__ = ["leave_to_slurm"]
@@ -16,14 +18,24 @@ __all__ = ["leave_to_slurm"]
 _LATER = timedelta(minutes=3)
 #: Storage that has not come back after so many starts is for a person to see to.
 _MOST_RESTARTS = 20
-_LONGEST_COMMENT = 200
 
 
-def leave_to_slurm(slurm: Slurm, job: str, reason: str, *, restart_count: int) -> str:
-    """Requeue the job for later, or hold it where that was tried often; what became of it."""
-    line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
+def leave_to_slurm(
+    slurm: Slurm, job: str, reason: str, *, restart_count: int, in_chain: bool = False
+) -> str:
+    """Requeue the job for later, or hold it where that was tried often; what became of it.
+
+    ``in_chain``: it is a task of an array of the run, of which the next one is started later.
+    """
+    comment = JobUpdate(comment=comment_of(reason))
+    chain = chain_of(job, 1 if in_chain else None, slurm)
+    waiting = None if chain is None else chain.waiting()
+    if chain is not None and waiting:
+        with contextlib.suppress(SlurmCommandError):
+            chain.update(waiting, replace(comment, start_after=_LATER))
+        return f"left to task {chain.ref(waiting[0])}"
     with contextlib.suppress(SlurmCommandError):
-        slurm.update_job(job, JobUpdate(comment=line[:_LONGEST_COMMENT]))
+        slurm.update_job(job, comment)
     if restart_count >= _MOST_RESTARTS:
         reply = slurm.requeue_hold(job)
         return "held" if reply.in_queue else f"not held: {reply.stderr}"

@@ -7,6 +7,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.saves_seen import usual_saves
 from slurm_forge.launch.script import leave_out, render
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
@@ -39,6 +42,7 @@ __all__ = [
     "payload",
     "refuse_other_job",
     "renew_run",
+    "run_file",
     "run_state",
     "submit_again",
     "submit_script",
@@ -80,11 +84,40 @@ def create_run(
     that of a site which was given by its path.
     """
     run = RunDirectory.at(runs / job.name)
+    file = run_file(
+        job,
+        run=run,
+        site=site,
+        submitted_from=submitted_from,
+        python=python,
+        partition=partition,
+        qos=qos,
+        site_file=site_file,
+    )
+    if untouched(run):
+        run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
+    run.create(file.to_yaml().encode())
+    return run, file
+
+
+def run_file(
+    job: JobSpec,
+    *,
+    run: RunDirectory,
+    site: Site,
+    submitted_from: Path,
+    python: str | None = None,
+    partition: str | None = None,
+    qos: str | None = None,
+    site_file: str | None = None,
+) -> RunFile:
+    """What ``create_run`` writes down; nothing is made."""
     storage = storage_at(site, run.path, process_environ())
     interface = site.socket_interface
     through = {} if interface is None else {NCCL_INTERFACE: interface}
+    usual = usual_saves(run, job)
     facts = site.facts(job.resources.partition or partition, job.resources.qos or qos)
-    file = RunFile(
+    return RunFile(
         submitted_from=str(submitted_from.absolute()),
         python=python or site.python or sys.executable,
         site=site.name,
@@ -102,12 +135,9 @@ def create_run(
         shorten_requeue=site.shorten_requeue,
         self_requeue_allowed=facts.self_requeue_allowed is not False,
         node_ledger=site.node_ledger,
+        usual_save=None if usual is None else timedelta(seconds=usual.seconds),
         job=job,
     )
-    if untouched(run):
-        run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
-    run.create(file.to_yaml().encode())
-    return run, file
 
 
 def untouched(run: RunDirectory) -> bool:
@@ -135,6 +165,7 @@ _SHOWN_DIFFERENCES = 10
 #: What of a job may be another at a later start: nothing that is computed follows from it.
 _MAY_CHANGE = (
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
+    "template", "container", "chain",
 )  # fmt: skip
 #: And of its resources: not how many ranks there are, nor what each of them has.
 _RESOURCES = (
@@ -182,7 +213,8 @@ def submit_script(
     for other in (payload(run), own_script(run)):
         other.unlink(missing_ok=True)  # from now on this script is the run's
     write_atomic(job_script(run), text.encode(), mode=0o700)
-    return _hand_over(run, slurm, verb, "sbatch", (*leave_out(text, exclude), *args))
+    via = "sbatch" if file.job.chain is None else VIA_ARRAY
+    return _hand_over(run, slurm, verb, via, (*leave_out(text, exclude), *args))
 
 
 def submit_again(

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
+from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.knobs import Knobs
@@ -28,15 +29,21 @@ from slurm_forge.launch.attempt import (
     begin,
 )
 from slurm_forge.launch.batch_signals import BatchSignals
+from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.launch.chain_rest import nothing_to_do
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
+from slurm_forge.launch.master import master_address
 from slurm_forge.launch.outputs import RankOutput, own_output
+from slurm_forge.launch.payload import step_of
 from slurm_forge.launch.seating import Seating
 from slurm_forge.launch.standing import StandingStep, StepOptions
+from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
 from slurm_forge.launch.variables import for_launch
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
@@ -94,9 +101,10 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     if isinstance(begun, Refusal):
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
+        nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
     watch = JobWatch(slurm, environment.job_ref)
     try:
@@ -110,18 +118,19 @@ def supervise(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, error)
+        return _stranded(slurm, environment, via, error)
     finally:
         watch.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, error: OSError) -> int:
+def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
     """The run directory can't be used: nothing of the run can be known, or written down."""
     done = leave_to_slurm(
         slurm,
         environment.job_ref,
         f"the run directory: {error}",
         restart_count=environment.restart_count,
+        in_chain=via == VIA_ARRAY,
     )
     sys.stderr.write(f"slurm_forge: the run directory can't be used ({error}): {done}\n")
     return 1
@@ -143,7 +152,7 @@ class _Supervisor:
     ) -> None:
         self._attempt = attempt
         self._slurm = slurm
-        self._payload = payload
+        self._step_words = step_of(payload, attempt.file.srun_options)
         self._environment = environment
         self._variables = variables
         self._watch = watch
@@ -173,6 +182,7 @@ class _Supervisor:
             decision = self._concluded(facts, seats)
             if decision is None:
                 self._step.leave()
+                self._back.finished()
                 self._attempt.end("finished")
                 return 0
             staying = self._seating.stays(decision) and _may_stay(facts)
@@ -203,13 +213,20 @@ class _Supervisor:
         try:
             return attempt.conclude(
                 gathered(
-                    replace(facts, seats=seats, outlives_nodes=self._seating.outlives),
+                    replace(
+                        facts,
+                        seats=seats,
+                        outlives_nodes=self._seating.outlives,
+                        ranks_per_task=seats.tasks_per_node
+                        if by_torchrun(self._attempt.file)
+                        else 1,
+                    ),
                     run=attempt.run,
                     attempt=attempt.claim.attempt,
                     launch=attempt.launch,
                     job=self._environment.job_ref,
                     slurm=self._slurm,
-                    output_of=RankOutput(self._payload, self._environment).path,
+                    output_of=RankOutput(self._step_words.words, self._environment).path,
                     batch_output=self._own_output,
                     restart_count=self._environment.restart_count,
                     since=self._launched_at,
@@ -223,7 +240,9 @@ class _Supervisor:
     def _launch(self, seats: Seats) -> LaunchFacts:
         file, attempt = self._attempt.file, self._attempt
         wanted, state = file.job.resources, attempt.state()
-        world = self._environment.ntasks or wanted.nodes * wanted.tasks_per_node
+        torchrun = by_torchrun(file)
+        asked = wanted.nodes * wanted.tasks_per_node
+        world = asked if torchrun else self._environment.ntasks or asked
         tasks = None
         if not seats.everywhere or state.plan.nodes is not None:
             world = tasks = seats.tasks
@@ -235,13 +254,16 @@ class _Supervisor:
         hub.start()
         try:
             options = StepOptions(
-                payload=tuple(self._payload),
-                options=tuple(file.srun_options),
+                payload=self._step_words.words,
+                options=self._step_words.options,
                 nodes=seats.nodes,
                 placed=not seats.everywhere or self._seating.outlives,
                 tasks=tasks,
+                ranks_per_task=seats.tasks_per_node if torchrun else 1,
             )
             variables = for_launch(file, self._variables, state.plan)
+            if torchrun:
+                variables = self._meeting(variables, seats, hub)
             # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
             if "SLURM_CPUS_PER_TASK" in variables:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
@@ -264,7 +286,7 @@ class _Supervisor:
                 options,
                 self._start,
                 seats=seats,
-                seat_file=self._seating.seat_file((*file.srun_options, *self._payload)),
+                seat_file=self._seating.seat_file((*options.options, *options.payload)),
                 hub=hub,
                 knobs=knobs,
                 variables=variables,
@@ -281,6 +303,7 @@ class _Supervisor:
                     now=time.time(),
                     end=self._environment.end_time or planned_end(file.job, state),
                     kill_wait=self._back.kill_wait,
+                    usual_save=file.usual_save,
                 ),
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
@@ -296,20 +319,35 @@ class _Supervisor:
             hub.abort("the launch is over")
             hub.close()
 
+    def _meeting(self, variables: dict[str, str], seats: Seats, hub: Hub) -> dict[str, str]:
+        """Where torchrun's agents of this launch meet: on the first node of the ranks."""
+        file, environment = self._attempt.file, self._environment
+        first = seats.nodes[0] if seats.nodes else None
+        here = first is None or first == environment.node_name
+        master = master_address(file, first, this_node=environment.node_name)
+        if master is None:
+            # Of this node that is known by which it is reached; Slurm's name of one may be no host.
+            master = parse_addresses(hub.addresses)[0][0] if here else str(first)
+        port = meeting_port(environment.job_id, self._attempt.launch + 1, here=here)
+        return for_torchrun(variables, file, master=master, port=port)
+
     def _go(self, decision: Decision) -> int:
         """Give the nodes back: requeue first where time is short, then end what is left."""
-        outcome = decision.action.value
+        outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
             urgent = decision.cause in _URGENT
-            outcome = self._back.come_back(decision, urgent=urgent).taken.value
+            taken = self._back.come_back(decision, urgent=urgent).taken
+            outcome, stay = taken.value, stays_on(taken, decision.cause)
         elif decision.action is Action.HOLD:
             outcome = self._back.hold(decision.reason).taken.value
-        elif decision.action is Action.RAISE:
-            outcome = "raised"
+        else:
+            self._back.rest(decision)
+            outcome = "raised" if decision.action is Action.RAISE else outcome
         self._step.leave()
         self._attempt.end(outcome)
         sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
         self._back.leave()
+        self._current.wait(stay.total_seconds())
         return 1 if decision.action is Action.RAISE else 0
 
 
@@ -323,7 +361,10 @@ def _may_stay(facts: LaunchFacts) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN [--via NAME] [--script FILE] -- PAYLOAD…``; the default payload is our worker."""
+    """``RUN [--via NAME] [--script FILE] -- PAYLOAD…``; the default payload is our worker.
+
+    A payload that begins with srun has all of its options in it.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     payload: list[str] = []
     if "--" in arguments:

@@ -91,13 +91,16 @@ def timing(
     now: float,
     end: datetime | None = None,
     kill_wait: timedelta | None = None,
+    usual_save: timedelta | None = None,
 ) -> Timing:
     """When to save, probe and stop: from the job file, the job's own limit, and the journal.
 
-    ``end`` is when the job's time is up as far as that can be told without asking Slurm.
+    ``usual_save`` is what saves take as far as that is known before the first one.  ``end`` is
+    when the job's time is up as far as that can be told without asking Slurm.
     """
     limit = job.resources.time if record is None else record.time_limit
-    slowest = max((each.seconds for each in state.known[-5:]), default=0.0)
+    before = 0.0 if usual_save is None else usual_save.total_seconds()
+    slowest = max((each.seconds for each in state.known[-5:]), default=before)
     automatic = job.checkpoint.automatic
     return Timing(
         lead=lead_time(job, limit, timedelta(seconds=slowest)),

@@ -7,7 +7,7 @@ What it knows is in the runs' journals; what it does is done by the same code as
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from slurm_forge.recovery.watching import (
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.run_directory.remembered import Remembered
 from slurm_forge.site.model import Site
+from slurm_forge.slurm.array_tasks import tasks_of
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord, QueueRecord
 from slurm_forge.slurm.states import TERMINAL, JobState
@@ -116,7 +117,7 @@ class Watcher:
             try:
                 seen = self._seen.look(run, name)
                 now = self._clock()
-                line = None if queue is None else queue.get(seen.job)
+                line = None if queue is None else _line_of(seen, queue)
                 looked = Looked(answered=queue is not None, line=line)
                 if has_question(seen, looked, now, self._limits):
                     kept = self._kept(seen, looked, now)
@@ -248,28 +249,28 @@ _LIVE = frozenset({RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED})
 
 
 def _by_job(lines: Iterable[QueueRecord]) -> dict[str, QueueRecord]:
-    """By id and by ``<array>_<task>``; tasks that wait together share a line."""
+    """By id, by ``<array>_<task>``, and any of its tasks by that of the array.
+
+    Tasks that wait together share a line.
+    """
     found: dict[str, QueueRecord] = {}
     for line in lines:
         found[line.job_ref] = line
         found.setdefault(str(line.job_id), line)
         array, _, tasks = line.job_ref.partition("_")
+        found.setdefault(array, line)
         if tasks.startswith("["):
-            for task in _tasks(tasks):
+            for task in tasks_of(tasks):
                 found.setdefault(f"{array}_{task}", line)
     return found
 
 
-_MOST_TASKS = 10_000
-
-
-def _tasks(text: str) -> Iterable[int]:
-    """``[3-10%2]``, ``[1,4-6]``: the numbers; what is cut short (``...``) gives those before it."""
-    for part in text.strip("[]").partition("%")[0].split(","):
-        low, _, high = part.partition("-")
-        high = high.partition(":")[0] or low
-        if low.isdigit() and high.isdigit() and int(high) - int(low) < _MOST_TASKS:
-            yield from range(int(low), int(high) + 1)
+def _line_of(seen: RunSeen, queue: Mapping[str, QueueRecord]) -> QueueRecord | None:
+    """The line of its job; where that is over, of a task of its chain that is not."""
+    line = queue.get(seen.job)
+    if line is None and seen.chain:
+        line = queue.get(seen.job.partition("_")[0])
+    return line
 
 
 def _unreadable(name: str, error: Exception) -> Finding:

@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
+from slurm_forge.journal import JournalWriter
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.chain import chain_of
+from slurm_forge.launch.chain_ladder import ChainLadder
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.spec.run_file import RunFile
 
-__all__ = ["way_back"]
+__all__ = ["ladder_of", "way_back"]
+
+
+def ladder_of(
+    file: RunFile,
+    slurm: Slurm,
+    *,
+    job: str,
+    restart_count: int,
+    script: Path | None,
+    journal: JournalWriter,
+    fence: Callable[[], None],
+    patience: timedelta,
+    successor: str | None = None,
+) -> Ladder:
+    """The ladder of the run in ``file``, whose attempt is the ``job``."""
+    chain = chain_of(job, file.job.chain, slurm)
+    if chain is None:
+        return Ladder(
+            slurm,
+            job=job,
+            restart_count=restart_count,
+            script=script,
+            journal=journal,
+            fence=fence,
+            successor=successor,
+            patience=patience,
+            only_hold=file.only_hold,
+        )
+    return ChainLadder(
+        slurm,
+        chain=chain,
+        job=job,
+        restart_count=restart_count,
+        script=script,
+        journal=journal,
+        fence=fence,
+        successor=successor,
+        patience=patience,
+        only_hold=file.only_hold,
+    )
 
 
 def way_back(
@@ -29,17 +74,16 @@ def way_back(
 
     ``script`` is what a successor is submitted with, None where there is none.
     """
-    job = environment.job_ref
-    ladder = Ladder(
+    ladder = ladder_of(
+        attempt.file,
         slurm,
-        job=job,
+        job=environment.job_ref,
         restart_count=environment.restart_count,
         script=script,
         journal=attempt.journal,
         fence=attempt.fence,
-        successor=attempt.state().successor_of(job),
+        successor=attempt.state().successor_of(environment.job_ref),
         patience=attempt.file.job.recovery.limits.controller_patience,
-        only_hold=attempt.file.only_hold,
     )
     return ComingBack(
         attempt,

@@ -10,6 +10,7 @@ from slurm_forge.recovery.deaths import first_lost, of_a_silence
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank, RankFailure
 from slurm_forge.recovery.slurm_says import (
     Judged,
+    by_srun_alone,
     failed_nodes,
     is_ending,
     killed_for_memory,
@@ -166,7 +167,8 @@ def _judge(facts: LaunchFacts) -> Judged:
         sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
         return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
     told = killed_for_memory(facts) or node_lost(facts)
-    if heard and (facts.stopped_at is not None or not (told or facts.failures)):
+    unexplained = facts.stopped_at is not None or not (told or facts.failures)
+    if heard and unexplained and not by_srun_alone(facts):
         signals = ", ".join((*facts.rank_signals, *facts.batch_signals))
         text = f"{signals} without anything in Slurm's records that explains it"
         return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import replace
 
 from slurm_forge.recovery.dumps import find_dump
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
@@ -43,7 +44,7 @@ def of_a_silence(facts: LaunchFacts) -> Judged:
     if row is not None and row.state is JobState.OUT_OF_MEMORY:
         said = Evidence("sacct", f"step {row.step}: State={row.state_text}")
         return Cause.HOST_OOM, Confidence.CERTAIN, (*gone, said)
-    ends = task_ends(facts.launcher_text)
+    ends = _ends(facts)
     first = _first(facts, ends)
     # Who saw a rank end of a fault of its own was there: that node has not gone.
     lost_node = None if first is not None and first.died_of in _OWN_FAULTS else node_lost(facts)
@@ -104,6 +105,15 @@ def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
     return Cause.USER_CANCELLED, Confidence.CERTAIN, (who, words)
 
 
+def _ends(facts: LaunchFacts) -> tuple[TaskEnd, ...]:
+    """What srun says of the ends of its tasks, by the ranks that they stand for."""
+    each = facts.ranks_per_task
+    return tuple(
+        replace(end, tasks=tuple(task * each + rank for task in end.tasks for rank in range(each)))
+        for end in task_ends(facts.launcher_text)
+    )
+
+
 def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
     """The end that likely brought about the others.
 
@@ -134,7 +144,7 @@ def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
 
 def first_lost(facts: LaunchFacts) -> LostRank | None:
     """The rank that was lost first: srun's order where it names one, else the channel's."""
-    end = _first(facts, task_ends(facts.launcher_text))
+    end = _first(facts, _ends(facts))
     if end is not None:
         named = [lost for lost in facts.lost if lost.rank in end.tasks]
         if named:

@@ -122,6 +122,8 @@ class LaunchFacts:
     mute: tuple[LostRank, ...] = ()
     #: Where the ranks were, as far as whoever started them knows.
     seats: Seats | None = None
+    #: How many ranks each task of srun stands for: those of its node, where torchrun starts them.
+    ranks_per_task: int = 1
     #: Whether the job goes on without a node that it loses (``sbatch --no-kill``).
     outlives_nodes: bool = False
     #: Id of the incident that rank 0 has decided on already: only to be carried out.

@@ -12,12 +12,19 @@ from slurm_forge.recovery.launch_facts import LaunchFacts
 from slurm_forge.recovery.vanished import no_word_from, vanished
 from slurm_forge.slurm.nodelist import expand_nodes
 from slurm_forge.slurm.records import JobRecord, NodeRecord
-from slurm_forge.slurm.srun_words import Cancelled, lost_nodes, step_cancelled
+from slurm_forge.slurm.srun_words import (
+    Cancelled,
+    ended_by_srun,
+    lost_nodes,
+    step_cancelled,
+    task_ends,
+)
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = [
     "Judged",
+    "by_srun_alone",
     "failed_node",
     "failed_nodes",
     "is_ending",
@@ -170,7 +177,25 @@ def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
         *(("srun", each) for each in step_cancelled(facts.launcher_text)),
     ]
     ours = "" if facts.job_now is None else str(facts.job_now.job_id)
-    return [pair for pair in found if not ours or pair[1].id.partition(".")[0] == ours]
+    own = ended_by_srun(facts.batch_text + facts.launcher_text)
+    return [
+        (source, each)
+        for source, each in found
+        if (not ours or each.id.partition(".")[0] == ours) and (each.reason or each.id not in own)
+    ]
+
+
+def by_srun_alone(facts: LaunchFacts) -> bool:
+    """Whether what ranks were signalled with came from srun, which ends the step of a bad task.
+
+    Only where Slurm says that the job goes on, and nobody else was told of an end.
+    """
+    now = facts.job_now
+    other = facts.batch_signals or facts.due_time_limit or facts.stopped_at is not None
+    if other or now is None or now.state is not JobState.RUNNING or now.preempt_time is not None:
+        return False
+    began = any(not each.follows for each in task_ends(facts.launcher_text))
+    return began and bool(ended_by_srun(facts.launcher_text))
 
 
 def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:

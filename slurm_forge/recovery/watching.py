@@ -77,7 +77,7 @@ class RunSeen:
     recovery decided on; ``requeued`` when its job last went back into the queue.  ``restarts`` are
     those of a watcher since the last checkpoint.  ``noticed``: the newest attempt was told to end
     by somebody, and nothing was decided since.  ``program``: a command that may say nothing for
-    days.
+    days.  ``chain``: its job is a task of an array that is all of this run.
     """
 
     name: str
@@ -98,6 +98,7 @@ class RunSeen:
     restarts: int = 0
     noticed: bool = False
     program: bool = False
+    chain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

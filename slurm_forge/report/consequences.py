@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import tzinfo
 
+from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.report.planned import in_words
@@ -100,6 +101,8 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
             continue
         if comeback.outcome == "done":
             deputy = comeback.by == _DEPUTY
+            if comeback.successor is not None and comeback.method == NEXT_TASK:
+                return f"goes on as task {t.clean(comeback.successor, 40)} of its array"
             if comeback.successor is not None:
                 successor = f"job {t.clean(comeback.successor, 40)}"
                 if deputy:

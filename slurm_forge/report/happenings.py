@@ -8,6 +8,7 @@ from datetime import tzinfo
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.report.consequences import strike
@@ -98,6 +99,8 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
         case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
             return _pace(event, record.time, zone)
         case ev.RequeueDone():
+            if event.successor is not None and event.method == NEXT_TASK:
+                return f"goes on as task {t.clean(event.successor, 40)} of its array"
             if event.successor is not None:
                 return f"successor job {t.clean(event.successor, 40)} submitted"
             return f"requeued job {t.clean(event.job, 40)}"

@@ -21,7 +21,7 @@ GO_ON = frozenset({"submit", "run", "requeue", "release"})
 #: Writers of the command line begin with this; what they write belongs to no launch.
 _PERSON = "cli"
 #: How a request to hold the job in the queue is called where Slurm did not take it.
-_HOLD = "requeuehold"
+_HOLD = "hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,8 @@ class _Attempt:
                     self._failed(event)
             case ev.NodesStruck():
                 self.struck.append(event)
+            case ev.Held() if not event.queued:
+                self.notes.append(f"held, out of the queue: {event.reason}")
             case ev.Held():
                 self.held = s.HeldStory(
                     time=time, job=event.job, reason=event.reason, confirmed=event.confirmed
@@ -164,7 +166,7 @@ class _Attempt:
                 self._launch(record).hear(record)
 
     def _failed(self, event: ev.RequeueFailed) -> None:
-        if _HOLD in event.method and self.held is not None:
+        if event.method.endswith(_HOLD) and self.held is not None:
             self.held = replace(self.held, refused=True, refusal=event.reason)
 
     def _launch(self, record: Record) -> LaunchTelling:

@@ -8,8 +8,11 @@ from datetime import timedelta
 from slurm_forge.launch.asking import asked_of
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.recovery.interval import FIRST
+from slurm_forge.report.chain_outlook import chain_outlook
 from slurm_forge.report.purge import PurgeRule, purge_outlook
+from slurm_forge.report.saves_outlook import saves_outlook
 from slurm_forge.report.text import clean
+from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site, Storage
 from slurm_forge.site.rules import Finding, Severity, findings
 from slurm_forge.spec import JobSpec
@@ -27,20 +30,27 @@ def outlook(
     machine: str | None = None,
     options: Sequence[str] = (),
     where: Callable[[str], str] | None = None,
+    saves: SaveNote | None = None,
 ) -> tuple[str, ...]:
     """Sentences about preemption, the time limit and checkpoints; only what is known.
 
     ``default_partition`` is where Slurm puts a job that names none, ``storage`` what the run lies
     on, ``machine`` what its interpreter is for, ``options`` what sbatch is given.  ``where`` gives
-    the place in the job file of an sbatch option, empty where it is not there.
+    the place in the job file of an sbatch option, empty where it is not there.  ``saves`` is what
+    saves took in an earlier run of the kind.
     """
     wanted = job.resources
     names: list[str | None] = [p for p in (wanted.partition or "").split(",") if p]
     lines: list[str] = []
+    preemptions: list[Preemption] = []
+    comes_back = True
     for name in names or [default_partition]:
         facts = site.facts(name, wanted.qos)
         place = _place(site, name, wanted.qos)
         lines.append(f"{place}: {_preemption(facts.preemption, job)}")
+        preemptions.append(facts.preemption)
+        comes_back = comes_back and facts.self_requeue_allowed is not False
+    lines += chain_outlook(job, comes_back=comes_back)
     asked = asked_of(job, site, options, default_partition=default_partition, machine=machine)
     # What is an error is told where the job is refused.
     lines += [
@@ -53,8 +63,12 @@ def outlook(
         )
     if storage is not None and storage.purge_after is not None:
         lines.append(purge_outlook(PurgeRule(storage.purge_after, storage.purge_basis or "")))
-    lines.append(f"{_time_limit(job, site, names or [default_partition])}{_saves(job)}.")
+    lines.append(f"{_time_limit(job, site, names or [default_partition], saves)}{_saves(job)}.")
+    lines += saves_outlook(job, saves, preemptions)
     return tuple(dict.fromkeys(lines))
+
+
+_SUCCESSOR = "a successor job will be submitted (afterany)."
 
 
 def _place(site: Site, partition: str | None, qos: str | None) -> str:
@@ -76,16 +90,15 @@ def _preemption(known: Preemption, job: JobSpec) -> str:
                 "the run goes on from its last checkpoint."
             )
         case PreemptionMode.CANCEL:
-            told = (
-                f"preempted jobs are cancelled {_notice(known, job)} and not requeued; "
-                "a successor job will be submitted (afterany)."
+            told = f"preempted jobs are cancelled {_notice(known, job)} and not requeued; " + (
+                "the next task goes on." if job.chain else _SUCCESSOR
             )
         case PreemptionMode.SUSPEND:
             told = "preempted jobs are suspended and go on later on the same nodes."
         case _:
-            return (
-                "nobody has said what happens to preempted jobs; the run is requeued, "
-                "or a successor job submitted where Slurm refuses that."
+            back = "the run is requeued, or a successor job submitted where Slurm refuses that."
+            return "nobody has said what happens to preempted jobs; " + (
+                "the next task goes on." if job.chain else back
             )
     if known.exempt:
         told += f" Not before a job has run for {words_for_duration(known.exempt)}."
@@ -109,14 +122,14 @@ def _told(finding: Finding, where: Callable[[str], str] | None) -> str:
     return f"warning: {text}" if finding.severity is Severity.WARNING else text
 
 
-def _time_limit(job: JobSpec, site: Site, names: list[str | None]) -> str:
+def _time_limit(job: JobSpec, site: Site, names: list[str | None], saves: SaveNote | None) -> str:
     limit = job.resources.time
     if limit is None:
         known = [site.facts(name, job.resources.qos).max_time for name in names]
         # The partition's DefaultTime may be shorter: only that there is a limit is sure.
         told = "the time limit is the partition's" if any(known) else "no time limit is asked for"
         return f"{told}; the run goes on beyond it in another attempt; "
-    lead = lead_time(job, limit)
+    lead = lead_time(job, limit, timedelta(seconds=0.0 if saves is None else saves.seconds))
     begins = "the program is told" if _keeps_its_own(job) else "the last save begins"
     return (
         f"{begins} {words_for_duration(lead)} before the time limit of "

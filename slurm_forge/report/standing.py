@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.report.consequences import in_the_queue, without_next
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.history import GO_ON, History
@@ -161,6 +162,8 @@ def _waiting(
         answer,
         again=again(facts.reference, job),
         now=facts.now,
+        # The id of an array without a task is that of a chain which has not begun, or is held.
+        chained="_" not in job or (newest is not None and newest.via == VIA_ARRAY),
         preempted=any(each.cause == Cause.PREEMPTED.value for each in last),
     )
 

@@ -14,6 +14,7 @@ from datetime import datetime, tzinfo
 from slurm_forge.journal import Record, RunStatus, fold
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
+from slurm_forge.slurm.array_tasks import tasks_of
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, TERMINAL, JobState
 
@@ -149,9 +150,11 @@ def why_waiting(
     now: float,
     zone: tzinfo | None = None,
     preempted: bool = False,
+    chained: bool = False,
 ) -> s.WaitingStory:
     """In words; ``again`` is the command that starts the run another time.
 
+    ``chained``: the job is an array that is all of this run.
     ``preempted``: another job took its nodes, so that nobody need look for what is wrong with them.
     """
     job, record = t.clean(answer.job, 40), answer.record
@@ -177,6 +180,10 @@ def why_waiting(
     if taken:
         told = f"others have its nodes, probably the job that preempted it ({reason})"
         text, next_ = _expecting(told, expected, now, zone), _NOTHING
+    if chained and record.array_task is not None:
+        left = len(tasks_of(record.array_task))
+        are = "is" if left == 1 else "are"
+        text = f"{text}; {t.plural(left, 'task')} of its array {are} left"
     soon = expected is not None and expected > now and not held
     return s.WaitingStory(
         job=job,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurm_forge.site.fields import (
     Day,
@@ -109,12 +110,20 @@ class ContainerRuntime(str, Enum):
     CONTAINER_ENGINE = "container_engine"
 
 
+def _words(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"can't be split into words: {str(error).lower()}") from None
+    return text
+
+
 class Container(Facts):
     """One way of running a container here; what varies is written as ``<image>``."""
 
     runtime: ContainerRuntime
     #: What stands before the program's own command line.
-    command: Line | None = None
+    command: Annotated[Line, AfterValidator(_words)] | None = None
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
     modules: tuple[ModuleName, ...] = ()

@@ -73,6 +73,10 @@ class Asked:
     memory: int | None = None
     time: timedelta | None = None
     machine: str | None = None
+    #: What is to run the job's container, where it has one and says so.
+    runtime: str | None = None
+    #: Whether its attempts are tasks of one array, of which the next starts by itself.
+    chained: bool = False
 
 
 def findings(asked: Asked, site: Site) -> tuple[Finding, ...]:
@@ -234,10 +238,10 @@ def _limits(asked: Asked, facts: PartitionFacts, place: str) -> Iterator[Finding
                 f"{facts.constraint}.",
                 "constraint",
             )
-    if facts.self_requeue_allowed is False:
+    if facts.self_requeue_allowed is False and not asked.chained:
         yield _warning(
             f"{place} does not let jobs requeue themselves: where the run would, it is held, "
-            "and goes on with slurm-forge requeue.",
+            "and goes on with slurm-forge requeue (template: array needs no requeue).",
             None,
         )
 
@@ -323,6 +327,13 @@ def _site_wide(asked: Asked, site: Site) -> Iterator[Finding]:
             severity=Severity.NOTE,
             message=f"{site.name}: compute nodes can't reach the internet; download before, and "
             "let trackers work offline.",
+        )
+    has = [each.runtime.value for each in site.containers]
+    if asked.runtime is not None and has and asked.runtime not in has:
+        yield _warning(
+            f"{site.name} runs containers with {' or '.join(has)} and the job asks for "
+            f"{asked.runtime} (container.runtime).",
+            None,
         )
     wanted = None if site.architecture is None else site.architecture.value
     if wanted is not None and asked.machine is not None and asked.machine != wanted:

@@ -48,6 +48,8 @@ __all__ = ["JobUpdate", "Slurm", "SubprocessSlurm"]
 
 # A leading dash would be an option, a comma or a bracket would name further jobs.
 _JOB = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?")
+# Several tasks of one array, for what may be asked of all of them at once.
+_TASKS = re.compile(r"[0-9]{1,10}_\[[0-9]{1,10}(?:[,-][0-9]{1,10}){0,2000}\]")
 _WORD = re.compile(r"[\w.@:][\w.@:+=%/-]{0,254}")
 _SIGNAL = re.compile(r"[A-Z0-9]{1,10}")
 
@@ -108,7 +110,8 @@ class JobUpdate:
 
 
 class Slurm(Protocol):
-    """What we ask of Slurm.  A ``job`` is an id or ``<array>_<task>``.
+    """What we ask of Slurm.  A ``job`` is an id or ``<array>_<task>``; ``hold``, ``release`` and
+    ``update_job`` take tasks that wait together, ``<array>_[3-5]``, as well.
 
     Every call returns within its own timeout.  ``SlurmCommandError`` is "Slurm said no" or an
     answer that can't be read; its subclass ``SlurmUnreachableError`` is "no answer", after which
@@ -164,6 +167,10 @@ class Slurm(Protocol):
 
         ``batch`` sends it to the batch shell instead.  A job that is over or unknown is no error.
         """
+        ...
+
+    def cancel_waiting(self, job: str) -> None:
+        """Take what has not started out of the queue: of an array, the tasks that wait."""
         ...
 
     def update_job(self, job: str, update: JobUpdate) -> None:
@@ -257,11 +264,11 @@ class SubprocessSlurm:
 
     def hold(self, job: str) -> None:
         """See ``Slurm``."""
-        _accepted(self._ask("scontrol", "hold", _job(job)))
+        _accepted(self._ask("scontrol", "hold", _jobs(job)))
 
     def release(self, job: str) -> None:
         """See ``Slurm``."""
-        _accepted(self._ask("scontrol", "release", _job(job)))
+        _accepted(self._ask("scontrol", "release", _jobs(job)))
 
     def cancel(self, job: str, *, signal: str | None = None, batch: bool = False) -> None:
         """See ``Slurm``."""
@@ -271,11 +278,17 @@ class SubprocessSlurm:
         if not is_unknown_job(done) and "already completing or completed" not in done.stderr:
             _accepted(done)
 
+    def cancel_waiting(self, job: str) -> None:
+        """See ``Slurm``.  A task that was requeued and waits is one of them (tried on 22.05.8)."""
+        done = self._ask("scancel", "--state=PENDING", _job(job))
+        if not is_unknown_job(done):
+            _accepted(done)
+
     def update_job(self, job: str, update: JobUpdate) -> None:
         """See ``Slurm``.  Nothing is run if nothing is to change."""
         assignments = update.assignments()
         if assignments:
-            _accepted(self._ask("scontrol", "update", f"JobId={_job(job)}", *assignments))
+            _accepted(self._ask("scontrol", "update", f"JobId={_jobs(job)}", *assignments))
 
     def accounting(self, job: str) -> tuple[AccountingRecord, ...]:
         """See ``Slurm``."""
@@ -403,6 +416,10 @@ _NOT_OF_THE_JOB = frozenset(
 
 def _job(text: str) -> str:
     return _matched(_JOB, text, "a job id")
+
+
+def _jobs(text: str) -> str:
+    return text if _TASKS.fullmatch(text) else _job(text)
 
 
 def _word(text: str, what: str) -> str:

@@ -110,6 +110,16 @@ class JobRecord:
         return self.array_task is not None and not self.array_task.isdecimal()
 
     @property
+    def waiting_ref(self) -> str:
+        """As ``job_ref``, but of tasks that wait together just these: ``<array>_[3-5]``.
+
+        By its bare id an array is all of its tasks, also those that have ended.
+        """
+        if not self.waiting_tasks or self.array_job_id is None:
+            return self.job_ref
+        return f"{self.array_job_id}_[{(self.array_task or '').partition('%')[0]}]"
+
+    @property
     def held(self) -> bool:
         """Whether it waits and nothing but a release will start it (priority 0, or the reason)."""
         waiting = self.state in PENDING_LIKE

@@ -11,7 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Cancelled", "TaskEnd", "first_end", "lost_nodes", "step_cancelled", "task_ends"]
+__all__ = [
+    "Cancelled",
+    "TaskEnd",
+    "ended_by_srun",
+    "first_end",
+    "lost_nodes",
+    "step_cancelled",
+    "task_ends",
+]
 
 #: What is read of a text, from its end: a step's end stands there.
 _LONGEST = 1 << 20
@@ -68,9 +76,10 @@ _TASK = (
     r"(?:Exited with exit code (?P<code>[0-9]{1,3})(?![0-9])"
     r"|(?P<signal>[A-Z][A-Za-z0-9/ -]{2,40}?)(?: \(core dumped\))?(?=[\r\n]|$))"
 )
+_ENDS_STEP = r"(?<!['\"`_])srun: (?:[\w/]{1,40}: [\w]{1,40}: )?Terminating (?:StepId=|job step )"
 # From here on srun ends the others: how they end says nothing about them.
 _TERMINATING = (
-    r"(?<!['\"`_])srun: (?:[\w/]{1,40}: [\w]{1,40}: )?Terminating (?:StepId=|job step )"
+    rf"{_ENDS_STEP}"
     r"|(?<!['\"`_])srun: (?:Job step aborted|Force Terminated |First task exited [0-9]+s ago)"
     r"|\*\*\* (?:JOB|STEP) [\w.+]{1,40} (?:ON [^\s*]{1,255} )?CANCELLED AT "
 )
@@ -180,6 +189,15 @@ def step_cancelled(text: str) -> tuple[Cancelled, ...]:
         if len(found) == _MOST_LINES:
             break
     return tuple(found)
+
+
+def ended_by_srun(text: str) -> frozenset[str]:
+    """Ids (``12.0``) of the steps that srun says it ends itself: a task of theirs ended badly.
+
+    Slurm's "CANCELLED" of such a step, and the signals that its tasks get, follow from that.
+    """
+    found = re.finditer(_ENDS_STEP + r"(?P<id>\d+(?:\.\d+)?)", text[-_LONGEST:])
+    return frozenset(match["id"] for match in found)
 
 
 def lost_nodes(text: str) -> tuple[str, ...]:

@@ -19,8 +19,10 @@ from pydantic import (
 )
 
 from slurm_forge.documents import wrong_key
+from slurm_forge.spec.chain import MOST_TASKS, check_chain
 from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
+from slurm_forge.spec.launchers import ContainerSpec, Template, check_started
 from slurm_forge.spec.preflight import PreflightSpec
 from slurm_forge.spec.program import ProgramSpec
 from slurm_forge.spec.recovery import Recovery
@@ -291,6 +293,10 @@ class JobSpec(Section):
         "target": "entry", "function": "entry", "module": "entry",
         "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
         "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
+        "launcher": "template", "launch": "template", "sbatch_template": "template",
+        "array": "chain", "segments": "chain",
+        "image": "container.image", "mounts": "container.mounts",
+        "runtime": "container.runtime",
         **{key: f"resources.{key}" for key in Resources.model_fields},
         **{key: f"resources.{meant}" for key, meant in Resources.known_as.items()},
     }  # fmt: skip
@@ -303,6 +309,11 @@ class JobSpec(Section):
         """
         rungs = self.recovery.ladder(Cause.NODE_FAIL)
         return self.resources.spares > 0 or any(r.do is Action.FEWER_NODES for r in rungs)
+
+    @property
+    def starts_once(self) -> bool:
+        """Whether it is a command that is started as it is, once, and starts its own ranks."""
+        return self.command is not None and self.template in (None, Template.ARRAY)
 
     name: Annotated[str, Field(strict=True), AfterValidator(_check_name)] = Field(
         description="Name of the run: of its folder, and of the Slurm job."
@@ -322,6 +333,15 @@ class JobSpec(Section):
     ) = Field(default=None, description="Program and its words, instead of entry.")
     program: ProgramSpec = Field(
         default_factory=ProgramSpec, description="How a command is stopped, resumed, and done."
+    )
+    template: Template | None = Field(
+        default=None,
+        description="How the ranks are started: srun (one task per rank; what an entry has without "
+        "it), torchrun (one task per node) or array. A command without it is started once, as it "
+        "is.",
+    )
+    container: ContainerSpec | None = Field(
+        default=None, description="The container that the ranks run in."
     )
     args: Arguments = Field(default_factory=dict, description="What the entry reads as run.args.")
     resources: Resources = Field(
@@ -358,6 +378,11 @@ class JobSpec(Section):
         description="true where samples of a micro-batch influence each other (BatchNorm, "
         "contrastive losses): the micro-batch is then never made smaller.",
     )
+    chain: Annotated[Count, Field(le=MOST_TASKS)] | None = Field(
+        default=None,
+        description="For template: array, how many attempts are handed to Slurm at once: each "
+        "starts when the one before has ended.",
+    )
     lead: PositiveDuration | None = Field(
         default=None,
         description="How long before the end of the time limit a save is begun; "
@@ -385,6 +410,8 @@ class JobSpec(Section):
             raise wrong_key("args", "only an entry reads args; put them into command")
         if self.entry is not None and self.program != ProgramSpec():
             raise wrong_key("program", "it is for a command; an entry saves and resumes by itself")
+        check_started(self.template, self.container, self.command)
+        check_chain(self.template, self.chain)
         if self.lead and self.resources.time and self.lead >= self.resources.time:
             raise wrong_key("lead", "not shorter than resources.time: nothing would be trained")
         return self

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from slurm_forge.documents import wrong_key
 from slurm_forge.spec.types import (
@@ -74,6 +74,12 @@ def _extra(value: Any) -> Any:
                 "slurm_forge sets this option itself where resources.spare_nodes asks for spare "
                 "nodes; remove it",
             )
+        if option == "array":
+            raise wrong_key(
+                option,
+                'for one run in many tasks, each an attempt, write "template: array" and '
+                '"chain: 10"; for many runs submit each of them',
+            )
         if option in _RESERVED:
             raise wrong_key(option, "slurm_forge sets this option itself; remove it")
         try:
@@ -91,6 +97,8 @@ def _option_value(given: Any) -> str:
     text = text_of_number(given)
     if not isinstance(text, str):
         raise ValueError("expected text, a whole number or true")
+    if not text:
+        raise ValueError("is empty; write true for an option without a value, or remove it")
     check_printable(text)
     if text.startswith("-"):
         raise ValueError('starts with "-", which Slurm would read as another option')
@@ -99,6 +107,11 @@ def _option_value(given: Any) -> str:
     if any(character in text for character in "\"'\\"):
         raise ValueError("quotes and \\ are not allowed here")
     return text
+
+
+def _written(options: dict[str, str]) -> dict[str, Any]:
+    """As it is read: true for an option without a value."""
+    return {name: value or True for name, value in options.items()}
 
 
 class Resources(Section):
@@ -149,7 +162,9 @@ class Resources(Section):
         default=None, description="Other generic resources, per node."
     )
     reservation: DirectiveText | None = Field(default=None, description="Reservation to run in.")
-    extra: Annotated[dict[str, str], BeforeValidator(_extra)] = Field(
+    extra: Annotated[
+        dict[str, str], BeforeValidator(_extra), PlainSerializer(_written, return_type=dict)
+    ] = Field(
         default_factory=dict,
         description="Any other sbatch option by its long name; true where it takes no value.",
     )

@@ -46,6 +46,8 @@ class RunFile(Section):
     shorten_requeue: bool = True
     #: Whether the centre lets this job requeue itself; else it is held where it would.
     self_requeue_allowed: bool = True
+    #: What the saves of an earlier run of the kind took; None is not known.
+    usual_save: PositiveDuration | None = None
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
     job: JobSpec

@@ -21,6 +21,13 @@ from typing import NoReturn
 from slurm_forge.control import agents as a
 from slurm_forge.control import protocol as p
 from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.descendants import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    kill_children,
+    what_is_left,
+)
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
@@ -28,13 +35,6 @@ from slurm_forge.slurm.kernel import read_oom_kills
 from slurm_forge.training.agent_loop import AgentLoop
 from slurm_forge.training.agent_program import Program, program_of
 from slurm_forge.training.agent_worker import ForkedWorker
-from slurm_forge.training.descendants import (
-    adopt_orphans,
-    children,
-    die_with_parent,
-    kill_children,
-    what_is_left,
-)
 from slurm_forge.training.gpu_memory import wait_until_given_back
 from slurm_forge.training.parking import ParkedWorker, ParkingPlace
 from slurm_forge.training.preloading import give_threads_back, preload, why_not_forkable

@@ -8,8 +8,8 @@ import signal
 from dataclasses import dataclass
 
 from slurm_forge.control import agents as a
+from slurm_forge.descendants import reap
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
-from slurm_forge.training.descendants import reap
 from slurm_forge.training.parking import ParkedWorker
 
 __all__ = ["ForkedWorker"]

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from slurm_forge.knobs import LocalRanks
+from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.slurm.environment import SlurmEnvironment
 
 __all__ = ["RankPlace", "place_from_environ", "place_of_script"]
@@ -28,6 +28,8 @@ class RankPlace:
     node: str = ""
     #: Whether it is the first one on the second node of the step.
     leads_second_node: bool = False
+    #: Whether torchrun has started it in a task of ours, and so is its parent.
+    below_torchrun: bool = False
 
     @property
     def host(self) -> str:
@@ -36,10 +38,27 @@ class RankPlace:
 
 
 def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
-    """From a Slurm step, else from submitit's local executor, torchrun, or a single process."""
+    """From a Slurm step, else from submitit's local executor, torchrun, or a single process.
+
+    Where torchrun starts the ranks of a step, they are as it numbers them.
+    """
     slurm = SlurmEnvironment.from_environ(environ)
     local = LocalRanks.from_environ(environ)
     if slurm is not None and slurm.procid is not None and "SUBMITIT_LOCAL_JOB_ID" not in environ:
+        # In a task of ours that has torchrun start the ranks, they are torchrun's to number; what
+        # a torchrun of another job has left in the environment says nothing.
+        numbered = Knobs.from_environ(environ).torchrun == f"{slurm.job_id}.{slurm.step_id}"
+        if numbered and local.torchrun:
+            return RankPlace(
+                rank=local.rank,
+                local_rank=local.local_rank,
+                world_size=local.world_size,
+                job=slurm.job_ref,
+                restart_count=slurm.restart_count,
+                node=slurm.node_name or "",
+                leads_second_node=slurm.procid == 1 and local.local_rank == 0,
+                below_torchrun=True,
+            )
         return RankPlace(
             rank=slurm.procid,
             local_rank=slurm.localid or 0,

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import torch
 
 from slurm_forge.control.preflight_words import Check, Verdict
+from slurm_forge.descendants import die_with_parent
 from slurm_forge.signals import SAVE_SIGNALS
-from slurm_forge.training.descendants import die_with_parent
 from slurm_forge.training.group_trial import Trial, connect_store, host_store, try_together
 from slurm_forge.training.node_checks import Wanted, look
 

@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 from slurm_forge.control import HUB_GONE
+from slurm_forge.descendants import kill_helpers
 from slurm_forge.signals import UNWIND_SIGNAL
-from slurm_forge.training.descendants import kill_helpers
 
 __all__ = ["LaunchOver", "Unwinding", "can_unwind"]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.descendants import die_with_parent
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
@@ -219,10 +220,13 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
                 "the worker is started by slurm_forge itself",
                 next_step="Start a run with slurm-forge submit or slurm-forge run.",
             )
+        place = place_from_environ(os.environ)
+        if place.below_torchrun:
+            die_with_parent(os.getppid())  # ended with the step, torchrun takes nobody along
         while True:
             result = run_rank(
                 RunDirectory.existing(arguments[0]),
-                place_from_environ(os.environ),
+                place,
                 channel=knobs.channel or "",
                 nonce=knobs.nonce,
                 launch_started=knobs.started,

@@ -49,7 +49,9 @@ def slurm_conf(spec: ClusterSpec, layout: Layout, ports: Ports, platform: Platfo
         else ""
     ]
     names = f"{ports.node_prefix}[1-{spec.nodes}]"
-    gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
+    kinds = [f"gpu:{kind}:{spec.gpus}" for kind in spec.gpu_kinds] or [f"gpu:{spec.gpus}"]
+    gres = f" Gres={','.join(kinds)}" if spec.gpus else ""
+    features = f" Feature={','.join(spec.features)}" if spec.features else ""
     lines = [
         f"ClusterName=forge{ports.slot}",
         f"SlurmctldHost={platform.hostname}(127.0.0.1)",
@@ -108,7 +110,7 @@ def slurm_conf(spec: ClusterSpec, layout: Layout, ports: Ports, platform: Platfo
         f"NodeName={names} NodeHostname={platform.hostname} NodeAddr=127.0.0.1"
         f" Port=[{ports.node(1)}-{ports.node(spec.nodes)}]"
         f" Sockets=1 CoresPerSocket={spec.cpus} ThreadsPerCore=1"
-        f" RealMemory={spec.memory_mib}{gres} State=UNKNOWN",
+        f" RealMemory={spec.memory_mib}{gres}{features} State=UNKNOWN",
         *(_partition(partition, names, spec) for partition in spec.partitions),
     ]
     return "\n".join(lines) + "\n"
@@ -155,10 +157,14 @@ def cgroup_conf(platform: Platform) -> str:
 def gres_conf(spec: ClusterSpec, layout: Layout, *, devices: bool) -> str:
     """gres.conf: GPUs that exist for the scheduler only.
 
-    Without ``devices`` they are counted and nothing else: jobs get no CUDA_VISIBLE_DEVICES.
+    Without ``devices``, and where there are kinds of them, they are counted and nothing else: jobs
+    get no CUDA_VISIBLE_DEVICES.
     """
     if not spec.gpus:
         return ""
+    if spec.gpu_kinds:
+        kinds = (f"Name=gpu Type={kind} Count={spec.gpus}\n" for kind in spec.gpu_kinds)
+        return "AutoDetect=off\n" + "".join(kinds)
     first = layout.gpu(0)
     files = first if spec.gpus == 1 else first.with_name(f"gpu[0-{spec.gpus - 1}]")
     return f"AutoDetect=off\nName=gpu {f'File={files}' if devices else f'Count={spec.gpus}'}\n"

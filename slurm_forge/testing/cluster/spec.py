@@ -21,7 +21,7 @@ DEFAULT_CRED_EXPIRE = timedelta(seconds=120)
 # Slurm takes anything shorter for a mistake, says so in slurmctld.log, and goes back to 120 s.
 SHORTEST_CRED_EXPIRE = timedelta(seconds=5)
 
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
 class Tracking(str, enum.Enum):
@@ -57,7 +57,7 @@ class PartitionSpec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"partition name {self.name!r}: lower case letters, digits, dashes")
+            raise ValueError(f"partition name {self.name!r}: lower case letters, digits, dashes, _")
 
 
 def default_partitions() -> tuple[PartitionSpec, ...]:
@@ -96,6 +96,10 @@ class ClusterSpec:
     memory_mib: int = 6000
     default_memory_per_cpu_mib: int = 1500
     gpus: int = 2
+    #: Every node has so many of each kind; without any they are of no kind.
+    gpu_kinds: tuple[str, ...] = ()
+    #: What jobs can ask for by ``--constraint``: every node has all of them.
+    features: tuple[str, ...] = ()
     partitions: tuple[PartitionSpec, ...] = default_partitions()
     tracking: Tracking = Tracking.AUTO
     kill_wait: timedelta = timedelta(seconds=5)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import NoReturn
 
+from slurm_forge.slurm.directives import read_directives
 from slurm_forge.slurm.nodelist import expand_nodes
 from slurm_forge.units import parse_memory, parse_slurm_duration
 
@@ -39,6 +39,8 @@ class Asked:
     excluded: tuple[str, ...] = ()
     nodelist: tuple[str, ...] = ()
     array: tuple[int, ...] = ()
+    #: How many tasks of it may run at a time (``%1``).
+    throttle: int | None = None
     comment: str | None = None
     #: Name of the signal, whether for the batch shell, and how long before the end.
     signal: tuple[str, bool, timedelta] | None = None
@@ -82,13 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def sbatch_lines(script: str) -> list[str]:
     """Arguments of the ``#SBATCH`` lines at the head of a script."""
-    found: list[str] = []
-    for line in script.splitlines():
-        if line.startswith("#SBATCH"):
-            found += shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        elif line.strip() and not line.startswith("#"):
-            break
-    return found
+    return list(read_directives(script))
 
 
 def parse_sbatch(args: Sequence[str]) -> Asked:
@@ -109,6 +105,7 @@ def parse_sbatch(args: Sequence[str]) -> Asked:
             excluded=expand_nodes(given.exclude) if given.exclude else (),
             nodelist=expand_nodes(given.nodelist) if given.nodelist else (),
             array=_array(given.array),
+            throttle=int(given.array.partition("%")[2] or 0) or None,
             comment=given.comment,
             signal=None if given.signal is None else _signal(given.signal),
         )

@@ -140,6 +140,16 @@ class FakeClient:
         words = () if signal is None else (f"--signal={signal}",)
         self._ask(carry_out, "scancel", *words, *(("--batch",) if batch else ()), job)
 
+    def cancel_waiting(self, job: str) -> None:
+        """See ``Slurm``."""
+
+        def carry_out() -> None:
+            for each in self._controller.found(job):
+                if each.base is JobState.PENDING:
+                    self._controller.cancel(each)
+
+        self._ask(carry_out, "scancel", "--state=PENDING", job)
+
     def update_job(self, job: str, update: JobUpdate) -> None:
         """See ``Slurm``."""
         words = update.assignments()

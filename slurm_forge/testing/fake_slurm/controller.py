@@ -38,10 +38,23 @@ class Controller(JobLife):
             return job.reason
         if job.begin is not None and job.begin > self.clock.now:
             return "BeginTime"
+        if self._throttled(job):
+            return "JobArrayTaskLimit"
         if not all(self._fulfilled(job, *each) for each in job.asked.dependencies):
             never = any(self._never(*each) for each in job.asked.dependencies)
             return "DependencyNeverSatisfied" if never else "Dependency"
         return None
+
+    def _throttled(self, job: FakeJob) -> bool:
+        """Whether as many tasks of its array have nodes as may at a time."""
+        if job.asked.throttle is None:
+            return False
+        others = [
+            each
+            for each in self.jobs.values()
+            if each.array == job.array and each is not job and (each.runs or each.completing)
+        ]
+        return len(others) >= job.asked.throttle
 
     def _fulfilled(self, job: FakeJob, kind: str, ref: str) -> bool:
         others = self.found(ref)  # one that is unknown, or forgotten, counts as over

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from slurm_forge.slurm.array_tasks import tasks_of
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.testing.fake_slurm.arguments import Asked, Refused
 from slurm_forge.testing.fake_slurm.clock import Timer, VirtualClock
@@ -53,8 +54,12 @@ class Registry:
         self._last_number = 0
 
     def found(self, ref: str) -> list[FakeJob]:
-        """What goes by this id: one job, one task, or every task of an array."""
+        """What goes by this id: one job, one task, several (``7_[2-4]``), or all of an array."""
         known = [job for job in self.jobs.values() if self._remembered(job)]
+        array, several, tasks = ref.partition("_[")
+        if several:
+            wanted = tasks_of(tasks)
+            return [job for job in known if str(job.array) == array and job.task in wanted]
         if "_" in ref:
             return [job for job in known if job.ref == ref]
         return [job for job in known if str(job.array or job.number) == ref] or [

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.cli.first_files import FirstFiles, Way, Wishes, first_files, name_from
 from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.directives import read_directives
 from slurm_forge.spec import JobSpec, load_job
 from slurm_forge.spec.loading import from_yaml
 from slurm_forge.units import format_memory, format_slurm_duration
@@ -99,9 +100,7 @@ def test_every_combination_is_a_valid_job_that_says_what_was_asked(
 
 def _is_what_was_asked(script: str, job: JobSpec) -> None:
     options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in script.splitlines()
-        if line.startswith("#SBATCH")
+        option.removeprefix("--").partition("=")[::2] for option in read_directives(script)
     )
     wanted = job.resources
     assert options["job-name"] == job.name
@@ -144,7 +143,9 @@ def test_what_is_commented_out_can_be_used_too(way: Way) -> None:
 
 
 _KEY = re.compile(r"( *)# ((?:gpus_per_node|cpus_per_task|mem|time|partition|account):.*)")
-_BLOCK = re.compile(r"# ((?:program|recovery|setup|env|args):.*| {2}[a-z_]+: .*)")
+_BLOCK = re.compile(
+    r"# ((?:program|recovery|setup|env|args|template|container):.*| {2}[a-z_]+: .*)"
+)
 
 
 def _without_mark(line: str) -> str:
@@ -242,3 +243,10 @@ def test_in_a_terminal_it_asks_and_asks_again(tmp_path: Path) -> None:
     assert (str(job.resources.time), job.resources.partition) == ("8:00:00", "preempt")
     assert "not 'two'" in said
     assert "--time: " in said
+
+
+def test_an_array_is_begun_with_tasks() -> None:
+    found = first_files(Wishes(name="demo", template="array"), templates=["array", "srun"])
+    job = job_of(found)
+    assert job.template is not None
+    assert (job.template.value, job.chain) == ("array", 10)

@@ -100,7 +100,9 @@ class Place:
         return () if update is None else tuple(update.exclude_nodes or ())
 
 
-def place(tmp_path: Path, nodes: int = 2, knows: str | None = "n[1-4]") -> Place:
+def place(
+    tmp_path: Path, nodes: int = 2, knows: str | None = "n[1-4]", via: str = "sbatch"
+) -> Place:
     run = RunDirectory.at(tmp_path / "tiny")
     spec = job_from_mapping(
         {
@@ -112,7 +114,7 @@ def place(tmp_path: Path, nodes: int = 2, knows: str | None = "n[1-4]") -> Place
     run.create(
         RunFile(submitted_from=str(tmp_path), python=sys.executable, job=spec).to_yaml().encode()
     )
-    attempt = begin(run, job="42", restart_count=0, nodes=("n1", "n2"), via="sbatch")
+    attempt = begin(run, job="42", restart_count=0, nodes=("n1", "n2"), via=via)
     assert isinstance(attempt, Attempt)
     ladder, slurm = Ladder(), Slurm(knows)
     back = ComingBack(
@@ -197,3 +199,23 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
 def test_how_long_slurm_waits_before_it_kills_is_known(here: Place) -> None:
     here.back.avoided(here.decision("n2"))
     assert here.back.kill_wait == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize("via", ["sbatch", "exec"])
+def test_a_successor_leads_by_what_saves_have_taken(tmp_path: Path, via: str) -> None:
+    """Not that of somebody's own script: its signal is for their program."""
+    here = place(tmp_path, via=via)
+    here.attempt.journal.write(
+        ev.CheckpointCommitted(
+            name="step-00000010.a1.l1-0123abcd", step=10, reason="interval", seconds=100.0, size=1
+        )
+    )
+    here.back.come_back(here.decision("n1"))
+    asked = [each for each in here.ladder.arguments if each.startswith("--signal")]
+    assert asked == (["--signal=USR2@310"] if via == "sbatch" else [])
+
+
+def test_without_a_measured_save_the_script_says_the_lead(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    here.back.come_back(here.decision("n1"))
+    assert not [each for each in here.ladder.arguments if each.startswith("--signal")]

@@ -13,7 +13,9 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.launch.script import render
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
+from slurm_forge.slurm.directives import read_directives
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
 
 RUN = RunDirectory(Path("/data/my runs/it's $(here)"))
@@ -80,8 +82,11 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     assert lines[0] == "#!/bin/bash"
     assert '[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN' in lines
     assert "module load cuda" in lines
-    assert lines[-2:] == [
-        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch",
+    assert lines[-4:] == [
+        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch "
+        "-- \\",
+        "    srun --kill-on-bad-exit=1 --unbuffered \\",
+        "    /opt/py/bin/python -u -m slurm_forge.training.worker /data/runs/tiny",
         'not_started "the supervisor can not be executed (status $?)"',
     ]
 
@@ -121,7 +126,11 @@ def interpreter(tmp_path: Path, name: str = "python") -> Path:
 def test_a_weird_run_directory_reaches_the_supervisor_as_it_is(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "py thon'$(touch canary)")
     words = runs_as(render(file_of(python=str(python)), SITE, RUN), tmp_path)
-    assert words == ["-m", "slurm_forge.launch.supervise", str(RUN.path), "--via", "sbatch"]
+    assert words == [
+        *("-m", "slurm_forge.launch.supervise", str(RUN.path), "--via", "sbatch", "--"),
+        *("srun", "--kill-on-bad-exit=1", "--unbuffered"),
+        *(str(python), "-u", "-m", "slurm_forge.training.worker", str(RUN.path)),
+    ]
     assert not (tmp_path / "canary").exists()
 
 
@@ -198,3 +207,41 @@ def _with_setup(folder: Path, line: str) -> str:
     job = job_from_mapping({"name": "r", "entry": "a:b", "setup": line.splitlines()})
     file = RunFile(submitted_from="/", python="python", job=job)
     return render(file, Site(name="generic"), RunDirectory.at(folder / "r"))
+
+
+def test_a_value_is_one_option_whatever_it_holds() -> None:
+    extra = {"mail-type": "FAIL --array=1-9", "comment": "100 % #1 of 2", "wckey": "a#b"}
+    text = render(file_of(resources={"extra": extra, "partition": "p#q"}), SITE, RUN)
+    options = read_directives(text)
+    assert {f"--{name}={value}" for name, value in extra.items()} <= set(options)
+    assert "--partition=p#q" in options
+    assert not any(option.startswith("--array") for option in options)
+
+
+def test_a_percent_sign_in_the_path_of_the_run_is_only_that() -> None:
+    text = render(file_of(), SITE, RunDirectory(Path("/data/50%done/%j")))
+    assert "--output=/data/50%%done/%%j/submissions/%x-%j.out" in read_directives(text)
+
+
+def test_a_path_that_slurm_can_not_write_to_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the path of the run holds a backslash"):
+        render(file_of(), SITE, RunDirectory(Path("/data/a\\b")))
+
+
+def test_an_array_starts_what_its_job_would_without_it() -> None:
+    """A command once, as it is; whatever it is, the attempts are tasks of one array."""
+    for more in (
+        {"entry": "train:main"},
+        {"entry": None, "command": ["srun", "python", "train.py"]},
+        {"container": {"runtime": "apptainer", "image": "/x.sif"}},
+    ):
+        whole = file_of(**more)
+        alone = render(whole, SITE, RUN).splitlines()
+        job = whole.job.model_copy(update={"template": Template.ARRAY, "chain": 7})
+        chained = render(whole.model_copy(update={"job": job}), SITE, RUN).splitlines()
+        assert "#SBATCH --array=1-7%1" in chained
+        only = [line for line in chained if line not in alone and not line.startswith("#")]
+        (start,) = only
+        assert start.endswith("--via 'sbatch array' -- \\")
+        begun = start.partition(" --via ")[0]
+        assert [line for line in alone if line.partition(" --via ")[0] == begun]

@@ -20,12 +20,14 @@ from slurm_forge.journal.events import (
     RequeueIntended,
     UserAsked,
 )
+from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.run_seen import RESTARTED
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, run_state, submit_script
 from slurm_forge.launch.watcher import Found, Round, Watcher
 from slurm_forge.recovery.watching import FindingKind, Remedy, WatchLimits
 from slurm_forge.run_directory import RunDirectory, claim_attempt
+from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
@@ -73,10 +75,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(FakeSlurm(FakeSlurmSpec(start=start)), tmp_path)
 
 
-def begins(run: RunDirectory, job: str, number: int = 1) -> JournalWriter:
+def begins(run: RunDirectory, job: str, number: int = 1, via: str = "sbatch") -> JournalWriter:
     claim_attempt(run, job=job, restart_count=0, host="n1", pid=1, nodes=("n1",), time=time.time())
     journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1)
-    journal.write(AttemptStarted(job=job, restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
+    journal.write(AttemptStarted(job=job, restart_count=0, nodes=("n1",), host="n1", via=via))
     return journal
 
 
@@ -305,3 +307,22 @@ def test_forgotten_after_a_notice_it_is_left_to_a_person(
     found = only(world.watcher(RESTART).round([run]))
     assert (found.finding.kind, found.done) == (FindingKind.DEAD, "")
     assert world.asked("sbatch") == 1
+
+
+def test_a_chain_whose_task_died_goes_on_by_itself(world: World) -> None:
+    """The next task is in the queue: nobody has to bring anything back."""
+    spec = {"name": "r", "entry": "train:main", "template": "array", "chain": 3}
+    job = job_from_mapping({**spec, "resources": {"time": "2-00:00:00"}})
+    run, file = create_run(job, runs=world.folder, site=SITE, submitted_from=world.folder)
+    world.fake.script("job.sbatch", Runs(seconds=60))
+    array = submit_script(run, file, SITE, world.fake)
+    begins(run, f"{array}_1", via=VIA_ARRAY)
+    world.fake.update_job(f"{array}_[2-3]", JobUpdate(start_after=timedelta(hours=1)))
+    world.fake.wait_state(f"{array}_1", JobState.COMPLETED)
+    world.fake.advance(timedelta(seconds=200))
+    assert world.watcher().round([run]).found == ()
+    assert world.watcher(RESTART).round([run]).found == ()
+    world.fake.cancel_waiting(array)
+    world.fake.advance(timedelta(seconds=200))
+    (found,) = world.watcher().round([run]).found
+    assert found.finding.kind is FindingKind.DEAD

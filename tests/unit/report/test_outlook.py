@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_forge.report.outlook import outlook
+from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Site
 from slurm_forge.spec import job_from_mapping
 
@@ -91,3 +92,81 @@ def test_an_account_and_the_delay_after_a_requeue() -> None:
     assert "warning: hill wants an account (resources.account)." in text
     assert "a requeued job can start again after 121 s at the earliest." in text
     assert "wants an account" not in told({"account_required": True}, {"account": "mine"})
+
+
+# -- how long saves take ---------------------------------------------------------------------------
+
+
+def told_of_saves(seconds: float, grace: str | None = None, **job: Any) -> str:
+    resources = job.pop("resources", {"time": "12:00:00"})
+    spec = job_from_mapping({"name": "tiny", "entry": "a.b:f", "resources": resources, **job})
+    site = {"name": "hill", "preemption_default": {"mode": "REQUEUE", "grace": grace}}
+    note = SaveNote(seconds=seconds, blocked_s=0.3, job="8790112")
+    lines = outlook(spec, Site.model_validate(site if grace else {"name": "hill"}), saves=note)
+    return "\n".join(lines)
+
+
+def test_measured_saves_and_whether_the_lead_is_enough() -> None:
+    assert (
+        "saves take about 7 s (measured in job 8790112): lead time 120 s is enough."
+    ) in told_of_saves(7.2)
+    text = told_of_saves(100.0)
+    assert "the last save begins 5m10s before the time limit of 12 h" in text
+    assert "saves take about 100 s (measured in job 8790112): lead time 5m10s is enough." in text
+
+
+def test_a_lead_that_is_not_enough_says_what_would_be() -> None:
+    assert (
+        "lead time 60 s is not enough for two of them, of which the last may have to wait; leave "
+        "lead out (it would be 145 s), or make it longer."
+    ) in told_of_saves(45.0, lead="60s")
+    short = told_of_saves(90.0, resources={"time": "00:04:00"})
+    assert "lead time 120 s is not enough" in short and "ask for more time." in short
+
+
+def test_a_notice_shorter_than_a_save_leaves_only_the_periodic_ones() -> None:
+    text = told_of_saves(45.0, "20s")
+    assert (
+        "warning: the notice of 20 s at a preemption is shorter than a save: what was saved "
+        "periodically is what stays; that is every 4 min or so (every_minutes: "
+        "auto, once measured)."
+    ) in text
+    seldom = told_of_saves(45.0, "20s", checkpoint={"every_minutes": 60})
+    assert "what loses least is checkpoint.every_minutes: 4, where the run is" in seldom
+    often = told_of_saves(45.0, "20s", checkpoint={"every_minutes": 5})
+    assert "is what stays, every 300 s." in often
+    assert "is enough for one save, not for one behind another." in told_of_saves(45.0, "60s")
+    assert "notice of 120 s at" not in told_of_saves(45.0, "120s")
+    # Without any notice at all that is told where the preemption is.
+    assert "shorter than a save" not in told_of_saves(45.0, "0s")
+
+
+def test_nothing_is_said_of_saves_that_nobody_has_seen() -> None:
+    assert "saves take" not in told({}, {"time": "12:00:00"})
+
+
+# -- an array of attempts --------------------------------------------------------------------------
+
+CHAIN: dict[str, Any] = {"template": "array", "chain": 5}
+
+
+def test_an_array_says_how_long_it_can_go_and_what_follows() -> None:
+    site = {"preemption_default": {"mode": "CANCEL", "grace": "120s"}}
+    text = told(site, {"time": "12:00:00"}, **CHAIN)
+    assert "cancelled after 120 s of notice and not requeued; the next task goes on." in text
+    assert (
+        "an array of 5 tasks, one at a time, each of them an attempt of 12 h, 60 h in all: the "
+        "next one starts when the one before has ended; behind the last one the run is requeued."
+    ) in text
+
+
+def test_where_requeues_are_forbidden_an_array_is_not_warned_of_them() -> None:
+    site = {"self_requeue_allowed": False}
+    text = told(site, {"time": "12:00:00"}, **CHAIN)
+    assert "does not let jobs requeue themselves" not in text
+    assert "behind the last one it is held, and slurm-forge requeue submits as many again" in text
+    assert "(template: array needs no requeue)" in told(site, {"time": "12:00:00"})
+
+
+def test_an_array_without_a_time_limit_promises_no_sum() -> None:
+    assert "an attempt of as long as the partition allows: the next" in told({}, **CHAIN)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report.explain import explain
 from slurm_forge.report.explain_text import explain_text
 from slurm_forge.report.facts import NotStarted, RunFacts
@@ -393,3 +394,91 @@ def test_nodes_that_are_reserved_are_looked_into_where_nobody_preempted_it(scrib
 def test_what_no_node_has_is_asked_for_otherwise() -> None:
     told_of = why_waiting(pending("BadConstraints"), again=AGAIN, now=TUESDAY)
     assert f"{AGAIN} --mem …" in told_of.next
+
+
+# -- a chain of array tasks ------------------------------------------------------------------------
+
+
+def in_chain(state: JobState = JobState.PENDING, tasks: str = "2-4%1", **more: object) -> JobRecord:
+    record = JobRecord(
+        job_id=7,
+        name="x",
+        state=state,
+        state_text=state.value,
+        array_job_id=7,
+        array_task=tasks,
+        reason="JobArrayTaskLimit",
+        priority=7,
+    )
+    return replace(record, **more)  # type: ignore[arg-type]
+
+
+def left_to_the_next_task(scribe: Scribe) -> None:
+    scribe.begin(job="7_1", via="sbatch array")
+    scribe.resume(0)
+    scribe.train(1, 20)
+    done = ev.RequeueDone(job="7_1", method=NEXT_TASK, successor="7_2")
+    scribe.incident(Cause.TIME_LIMIT, Action.REQUEUE, source="clock", text="EndTime", step=20)
+    scribe.write("supervisor", ev.RequeueIntended(job="7_1", method=NEXT_TASK, reason="time_limit"))
+    scribe.write("supervisor", done)
+    scribe.end("next task")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [("2-4%1", "3 tasks of its array are left"), ("4", "1 task of its array is")],
+)
+def test_a_chain_says_how_many_tasks_are_left(scribe: Scribe, tasks: str, words: str) -> None:
+    left_to_the_next_task(scribe)
+    facts = replace(scribe.facts(), queue=QueueAnswer("7_2", in_chain(tasks=tasks)))
+    shown = screen(facts)
+    assert "requeued" in shown["status"] and words in shown["status"]
+    assert shown["next"].startswith("nothing to do")
+    assert "goes on as task 7_2 of its array" in told(scribe.facts())
+
+
+def test_tasks_of_other_runs_are_not_counted(scribe: Scribe) -> None:
+    """An array of runs through submitit: each task is another run."""
+    scribe.begin(job="7_1", via="submitit forge")
+    done = ev.RequeueDone(job="7_1", method="scontrol requeue")
+    scribe.write("supervisor", done)
+    scribe.end("requeued")
+    facts = replace(scribe.facts(), queue=QueueAnswer("7_1", in_chain(tasks="1-4")))
+    assert "left" not in screen(facts)["status"]
+
+
+def test_a_chain_that_has_not_begun_waits_as_a_whole(scribe: Scribe) -> None:
+    scribe.submitted("7")
+    facts = replace(
+        scribe.facts(), queue=QueueAnswer("7", in_chain(tasks="1-4%1", reason="Priority"))
+    )
+    assert (
+        "other jobs come first (Priority); 4 tasks of its array are left"
+        in (screen(facts)["status"])
+    )
+
+
+def test_a_held_chain_is_released_by_the_array(scribe: Scribe) -> None:
+    scribe.begin(job="7_1", via="sbatch array")
+    scribe.resume(0)
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, source="rank 0", text="why", step=3)
+    scribe.write("supervisor", ev.Held(job="7", restart_count=0, reason="why", confirmed=True))
+    scribe.end("held")
+    answer = QueueAnswer("7", in_chain(priority=0, reason="JobHeldUser"))
+    shown = screen(replace(scribe.facts(), queue=answer))
+    assert "held in Slurm's queue as job 7" in shown["status"]
+    assert "scontrol release 7, or slurm-forge requeue tiny-gpt" in shown["next"]
+
+
+def test_a_chain_that_is_used_up_waits_nowhere(scribe: Scribe) -> None:
+    scribe.begin(job="7_3", via="sbatch array")
+    scribe.resume(0)
+    scribe.train(1, 5)
+    why = "time_limit; this was the last of 3 tasks, and hill does not let jobs requeue themselves"
+    scribe.write("supervisor", ev.Held(job="7_3", restart_count=0, reason=why, queued=False))
+    scribe.end("hold")
+    assert job_to_ask_about(scribe.facts().records) is None
+    shown = screen(scribe.facts())
+    assert "this was the last of 3 tasks" in shown["status"]
+    assert "in the queue" not in shown["status"]
+    assert "to go on: slurm-forge requeue tiny-gpt" in shown["next"]

@@ -1,46 +1,106 @@
-"""What sbatch is asked for at every site, kept in files that a person can read and check.
+"""What is handed to sbatch at every site, kept in files that a person can read and check.
+
+``<site>.txt`` has the options of the usual job on one node and what the rules say of it, then, of
+every other size and template, only what differs; and what the script does beyond that of the
+generic site.  ``scripts/`` has some scripts whole.
 
 ``python -m tests.unit.site.golden`` writes them.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher, unified_diff
 from pathlib import Path
 
-from slurm_forge.launch.asking import asked_of
-from slurm_forge.launch.script import asked_options
-from slurm_forge.run_directory import RunDirectory
-from slurm_forge.site.loading import SitePlaces, packaged_folder
-from slurm_forge.site.rules import findings
-from slurm_forge.spec import job_from_mapping
+from tests.rendered.scripts import Kind, Rendered, rendered
 from tests.unit.site.asked import ASKED, NODES
 
 FOLDER = Path(__file__).parent / "golden"
+RENEW = "python -m tests.unit.site.golden"
+#: Where the scripts of all templates, and of some, are kept whole.
+_EVERY, _SOME = "generic", {"lumi_g": (Kind.SRUN, Kind.APPTAINER)}
 
 
-def asked_at(name: str, nodes: int) -> str:
-    """The options of the usual job on so many nodes, and what the rules say of it."""
-    site = SitePlaces(packaged=packaged_folder()).load(name).site
-    job = job_from_mapping(
-        {"name": "tiny", "entry": "tiny:train", "resources": {"nodes": nodes, **ASKED[name]}}
-    )
-    lines = asked_options(job, site, RunDirectory(Path("/runs/tiny")))
-    told = [
-        f"{each.severity.value}: {each.message}"
-        for each in findings(asked_of(job, site, lines), site)
-    ]
-    return "\n".join([f"# {nodes} node{'s' if nodes > 1 else ''}", *lines, *told]) + "\n"
+def golden_files() -> dict[Path, str]:
+    """The files and their texts, as they are to be now."""
+    files = {FOLDER / f"{name}.txt": golden(name) for name in ASKED}
+    for name, kinds in {_EVERY: tuple(Kind), **_SOME}.items():
+        for kind in kinds:
+            files[FOLDER / "scripts" / f"{name}-{kind.value}.sbatch"] = rendered(name, kind, 2).text
+    return files
 
 
 def golden(name: str) -> str:
-    """All sizes at one site."""
-    return "\n".join(asked_at(name, nodes) for nodes in NODES)
+    """All templates and sizes at one site."""
+    first = rendered(name, Kind.SRUN, NODES[0])
+    asked = {each: tuple(_differences(_asked(first), _asked(each))) for each in _all(name)}
+    script = {
+        each: tuple(_differences(rendered(_EVERY, each.kind, each.nodes).body, each.body))
+        for each in _all(name)
+    }
+    parts = [["# srun 1: what sbatch is asked for, and what the rules say", *_asked(first)]]
+    parts += [[f"# {where}", *lines] for lines, where in _grouped(asked) if lines]
+    for lines, where in _grouped(script):
+        if lines:
+            parts.append([f"# the script, beside that of {_EVERY}: {where}", *lines])
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def out_of_date() -> str:
+    """What is not as it should be, in words; empty where all is."""
+    now, told = golden_files(), []
+    kept = {path for path in FOLDER.rglob("*") if path.is_file()}
+    told += [f"{path.name} belongs to nothing" for path in sorted(kept - set(now))]
+    for path, text in now.items():
+        old = path.read_text() if path in kept else ""
+        if old != text:
+            lines = unified_diff(old.splitlines(), text.splitlines(), path.name, "now", "", "", n=1)
+            told += list(lines)
+    return "" if not told else "\n".join([*told, f"If that is what is meant: {RENEW}"])
+
+
+def _all(name: str) -> Iterator[Rendered]:
+    for nodes in NODES:
+        for kind in Kind:
+            yield rendered(name, kind, nodes)
+
+
+def _asked(script: Rendered) -> list[str]:
+    told = [f"{each.severity.value}: {each.message}" for each in script.told]
+    return [*script.options, *told]
+
+
+def _grouped(
+    found: Mapping[Rendered, tuple[str, ...]],
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each text once, and the templates and sizes that have it: ``srun 2, pyxis 2``."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for each, lines in found.items():
+        groups.setdefault(lines, []).append(f"{each.kind.value} {each.nodes}")
+    for lines, where in groups.items():
+        yield lines, "all" if len(where) == len(found) else ", ".join(where)
+
+
+def _differences(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    lines = []
+    for what, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if what != "equal":
+            lines += [*(f"- {each}" for each in old[a:b]), *(f"+ {each}" for each in new[c:d])]
+    return lines
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name in ASKED:
-        (FOLDER / f"{name}.txt").write_text(golden(name))
+    """Write all of them."""
+    files = golden_files()
+    for path in FOLDER.rglob("*"):
+        if path.is_file() and path not in files:
+            path.unlink()
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    sys.stderr.write(f"{len(files)} files in {FOLDER}\n")
 
 
 if __name__ == "__main__":

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from datetime import date
-from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.script import render
 from slurm_forge.report.site_files import made_from
-from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.checking import check_site, check_together
 from slurm_forge.site.detection import Surroundings
 from slurm_forge.site.loading import LoadedSite, SitePlaces, packaged_folder
-from slurm_forge.spec import job_from_mapping
-from slurm_forge.spec.run_file import RunFile
-from tests.unit.site.asked import ASKED
-from tests.unit.site.golden import FOLDER, golden
 
 PLACES = SitePlaces(packaged=packaged_folder())
 NAMES = PLACES.names()
@@ -49,33 +41,6 @@ def test_nothing_is_wrong_with_it(name: str, sites: dict[str, LoadedSite]) -> No
 
 def test_no_two_claim_the_same_cluster(sites: dict[str, LoadedSite]) -> None:
     assert check_together({name: loaded.whole for name, loaded in sites.items()}) == ()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_sbatch_is_asked_for(name: str) -> None:
-    """A new site or rule changes these files: ``python -m tests.unit.site.golden``, then read."""
-    assert golden(name) == (FOLDER / f"{name}.txt").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_script_is_one_that_bash_can_read(
-    name: str, sites: dict[str, LoadedSite], tmp_path: Path
-) -> None:
-    site = sites[name].site
-    job = job_from_mapping(
-        {"name": "tiny", "entry": "a.b:train", "resources": {"nodes": 2, **ASKED[name]}}
-    )
-    file = RunFile(
-        submitted_from="/home/me", python="/opt/py/bin/python", env=site.env.always, job=job
-    )
-    text = render(file, site, RunDirectory(Path("/runs/tiny")))
-    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    for rule in site.rejected_options:
-        assert f"#SBATCH {rule.option}" not in text
-    for rule in site.required_options:
-        assert f"#SBATCH {rule.option}" in text
-    loads = [line for line in text.splitlines() if line.startswith("module load")]
-    assert loads == ([f"module load {' '.join(site.modules)}"] if site.modules else [])
 
 
 def test_what_is_made_from_the_files_is_current(sites: dict[str, LoadedSite]) -> None:

@@ -75,7 +75,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"default_qos": "debug", "qos": {"debug": {"max_nodes": 1}}}, {"nodes": 2}, [f"warning: hill allows 1 nodes at most and the job asks for 2: {REFUSE}", "note: hill: a job that names no QOS gets debug."]),
     ({"partitions": {"p": {"constraint": "a100"}}}, {"partition": "p"}, ["warning: hill, partition p is asked for with a constraint: add resources.constraint: a100."]),
     ({"partitions": {"p": {"constraint": "a100"}}}, {"partition": "p", "constraint": "ib&a100"}, []),
-    ({"self_requeue_allowed": False}, {}, ["warning: hill does not let jobs requeue themselves: where the run would, it is held, and goes on with slurm-forge requeue."]),
+    ({"self_requeue_allowed": False}, {}, ["warning: hill does not let jobs requeue themselves: where the run would, it is held, and goes on with slurm-forge requeue (template: array needs no requeue)."]),
     # GPUs and what goes with them
     ({"everywhere": {"gpus_per_node": 4}}, {"gpus_per_node": 8}, [f"warning: hill has 4 GPUs per node and the job asks for 8: {REFUSE}"]),
     ({"everywhere": {"gpus_per_node": 1}, "gpu_request": "none"}, {"gpus_per_node": 2}, ["error: hill has 1 GPU per node and the job asks for 2"]),

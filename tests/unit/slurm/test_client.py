@@ -320,7 +320,7 @@ def test_an_empty_update_asks_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    "job", ["", "-1", "5,6", "5 6", "5\n", "--all", "5_[1-3]", "x", "5;id", "٣"]
+    "job", ["", "-1", "5,6", "5 6", "5\n", "--all", "5_[1-3%2]", "5_[]", "x", "5;id", "٣"]
 )
 def test_what_is_no_single_job_reaches_no_command(job: str) -> None:
     script = Script()
@@ -339,6 +339,25 @@ def test_what_is_no_single_job_reaches_no_command(job: str) -> None:
         with pytest.raises(ConfigError):
             call(job)
     assert script.asked == []
+
+
+def test_tasks_that_wait_together_are_changed_together_and_nothing_else() -> None:
+    script = Script()
+    slurm = client(script)
+    tasks = "5_[1,3-4]"
+    for call in (slurm.show_job, slurm.requeue, slurm.requeue_hold, slurm.cancel, slurm.accounting):
+        with pytest.raises(ConfigError):
+            call(tasks)
+    slurm.hold(tasks)
+    slurm.release(tasks)
+    slurm.update_job(tasks, JobUpdate(requeue=True))
+    slurm.cancel_waiting("5")
+    assert script.asked == [
+        ("scontrol", "hold", tasks),
+        ("scontrol", "release", tasks),
+        ("scontrol", "update", f"JobId={tasks}", "Requeue=1"),
+        ("scancel", "--state=PENDING", "5"),
+    ]
 
 
 def test_other_words_are_checked_too() -> None:

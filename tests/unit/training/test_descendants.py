@@ -9,7 +9,7 @@ import textwrap
 _LATE = """
     import os, subprocess, sys, time
     from pathlib import Path
-    from slurm_forge.training import descendants as d
+    from slurm_forge import descendants as d
 
     def state(pid):
         try:

@@ -1,0 +1,402 @@
+"""A chain of array tasks on a fake Slurm: who follows, who is held, who is cancelled."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_forge.errors import FencedError
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import events as ev
+from slurm_forge.launch.asked_back import bring_back
+from slurm_forge.launch.attempt import Attempt, Refusal, begin
+from slurm_forge.launch.chain import VIA_ARRAY, chain_of
+from slurm_forge.launch.chain_ladder import ChainLadder
+from slurm_forge.launch.chain_rest import nothing_to_do
+from slurm_forge.launch.ladder import Comeback, Ladder, Taken
+from slurm_forge.launch.stranded import leave_to_slurm
+from slurm_forge.launch.submission import job_script
+from slurm_forge.launch.way_back import ladder_of
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.testing.fake_slurm import FakeSlurm
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+
+def made(folder: Path, *, tasks: int, allowed: bool = True) -> RunDirectory:
+    job = job_from_mapping(
+        {
+            "name": "tiny",
+            "entry": "a.b:train",
+            "template": "array",
+            "chain": tasks,
+            "resources": {"nodes": 2, "time": "01:00:00"},
+        }
+    )
+    run = RunDirectory.at(folder / "tiny")
+    file = RunFile(
+        submitted_from=str(folder),
+        python=sys.executable,
+        site="hill",
+        self_requeue_allowed=allowed,
+        job=job,
+    )
+    run.create(file.to_yaml().encode())
+    job_script(run).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    job_script(run).write_text(f"#!/bin/bash\n#SBATCH --array=1-{tasks}%1\n#SBATCH --requeue\n")
+    return run
+
+
+@dataclass
+class Task:
+    """The task of the chain that runs, as its own supervisor sees it."""
+
+    slurm: FakeSlurm
+    run: RunDirectory
+    attempt: Attempt
+    client: Slurm
+    job: str
+
+    @property
+    def ladder(self) -> Ladder:
+        return ladder_of(
+            self.attempt.file,
+            self.client,
+            job=self.job,
+            restart_count=0,
+            script=job_script(self.run),
+            journal=self.attempt.journal,
+            fence=self.attempt.fence,
+            patience=timedelta(seconds=1),
+        )
+
+    def decide(self, action: Action, cause: Cause = Cause.APP_ERROR) -> None:
+        number = self.attempt.claim.attempt
+        decision = Decision(
+            incident_id=f"{number}.1",
+            cause=cause,
+            action=action,
+            reason=f"{cause.value}: why",
+            plan=RecoveryPlan(),
+        )
+        self.attempt.journal.write(ev.DecisionTaken(decision=decision))
+
+    def end(self, comeback: Comeback | None = None) -> None:
+        """Its supervisor exits 0, after it has said what became of the run."""
+        self.attempt.end("finished" if comeback is None else comeback.taken.value)
+        (job,) = self.slurm.controller.found(self.job)
+        assert job.start is not None
+        job.start.exit(0)
+        self.slurm.advance(timedelta(seconds=5))
+
+
+def running(slurm: FakeSlurm) -> list[str]:
+    return [each.ref for each in slurm.controller.jobs.values() if each.runs]
+
+
+def waiting(slurm: FakeSlurm) -> list[tuple[str, bool]]:
+    """The tasks in the queue that do not run, and whether they are held."""
+    jobs = slurm.controller.jobs.values()
+    return [(each.ref, each.held) for each in jobs if each.base is JobState.PENDING]
+
+
+def submitted(run: RunDirectory) -> FakeSlurm:
+    slurm = FakeSlurm()
+    slurm.submit(job_script(run))
+    slurm.advance(timedelta(seconds=3))
+    return slurm
+
+
+def begun(slurm: FakeSlurm, run: RunDirectory) -> Task:
+    (job,) = running(slurm)
+    (fake,) = slurm.controller.found(job)
+    assert fake.start is not None
+    attempt = begin(
+        run, job=job, restart_count=fake.restarts, nodes=("n1",), via=VIA_ARRAY, slurm=slurm
+    )
+    assert isinstance(attempt, Attempt)
+    return Task(slurm, run, attempt, slurm, job)
+
+
+def state_of(run: RunDirectory) -> RunState:
+    return fold(read_journal(run)[0])
+
+
+def test_the_next_task_is_the_way_back_until_the_last_one(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    for number in (1, 2):
+        assert running(slurm) == [f"1_{number}"], "one at a time"
+        task = begun(slurm, run)
+        comeback = task.ladder.climb("time_limit: over")
+        assert comeback.taken is Taken.NEXT_TASK
+        state = state_of(run)
+        assert (state.status, state.job) == (RunStatus.REQUEUED, f"1_{number + 1}")
+        assert state.open_intent is None
+        task.end(comeback)
+    task = begun(slurm, run)
+    asked = len(slurm.network.asked)
+    comeback = task.ladder.climb("time_limit: over")
+    assert comeback.taken is Taken.REQUEUED, "behind the last one it is requeued as ever"
+    commands = [request.argv[:3] for request in slurm.network.asked[asked:]]
+    assert ("scontrol", "requeue", "1_3") in commands
+    assert all(words[:2] != ("scontrol", "requeue") for words in _before(slurm, asked))
+
+
+def _before(slurm: FakeSlurm, count: int) -> list[tuple[str, ...]]:
+    return [request.argv for request in slurm.network.asked[:count]]
+
+
+def test_behind_the_last_task_nothing_comes_back_where_that_is_forbidden(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=1, allowed=False)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    comeback = task.ladder.climb("time_limit: over")
+    assert comeback.taken is Taken.REST
+    task.end(comeback)
+    state = state_of(run)
+    assert (state.status, state.held) == (RunStatus.HELD, None)
+    assert "this was the last of 1 tasks" in state.reason
+    assert "hill does not let jobs requeue themselves" in state.reason
+    assert not any("requeue" in word for words in _before(slurm, 10**6) for word in words[:2])
+    brought = bring_back(run, slurm, site=Site(name="hill"), file=read_run_file(run.spec_file))
+    assert brought.submitted and state_of(run).status is RunStatus.SUBMITTED
+
+
+def test_what_recovery_changes_is_asked_of_the_tasks_that_wait_alone(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=4)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    update = JobUpdate(memory_per_node=2 << 30, exclude_nodes=("n3",), num_nodes=1, num_tasks=1)
+    task.ladder.climb("host_oom: memory", update, wait=timedelta(minutes=5))
+    words = [request.argv for request in slurm.network.asked if request.argv[1] == "update"]
+    assert [each[2] for each in words] == ["JobId=1_[2-4]", "JobId=1_2"]
+    jobs = {each.ref: each for each in slurm.controller.jobs.values()}
+    assert [jobs[f"1_{n}"].memory for n in (1, 2, 3, 4)] == [None, *[2 << 30] * 3]
+    assert [jobs[f"1_{n}"].num_nodes for n in (1, 2, 3)] == [1, 1, 1]
+    task.end(Comeback(Taken.NEXT_TASK, ""))
+    assert running(slurm) == [], "it was to wait"
+    slurm.advance(timedelta(minutes=5))
+    assert running(slurm) == ["1_2"]
+    assert jobs["1_2"].nodes[0] != "n3"
+
+
+def test_a_held_run_starts_no_task_until_a_person_says_so(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    task.decide(Action.HOLD)
+    comeback = task.ladder.hold("app_error: the same\nerror twice")
+    assert comeback.taken is Taken.HELD
+    task.end(comeback)
+    slurm.advance(timedelta(hours=1))
+    assert running(slurm) == [] and waiting(slurm) == [("1_2", True), ("1_3", True)]
+    (fake,) = slurm.controller.found("1_2")
+    assert fake.comment == "slurm_forge: app_error: the same error twice"
+    state = state_of(run)
+    assert state.status is RunStatus.HELD
+    assert state.held is not None and (state.held.job, state.held.confirmed) == ("1", True)
+
+    brought = bring_back(run, slurm, site=Site(name="hill"), file=read_run_file(run.spec_file))
+    assert "released" in brought.text and not brought.submitted
+    slurm.advance(timedelta(seconds=5))
+    assert running(slurm) == ["1_2"]
+    assert begun(slurm, run).attempt.claim.attempt == 2
+
+
+def test_tasks_that_somebody_releases_by_hand_go_on(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=2)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    task.decide(Action.HOLD)
+    task.end(task.ladder.hold("app_error: why"))
+    slurm.release("1_2")
+    slurm.advance(timedelta(seconds=5))
+    assert begun(slurm, run).job == "1_2"
+
+
+def test_the_task_that_held_the_others_is_not_let_go_by_slurms_own_restart(tmp_path: Path) -> None:
+    """From 24.05 on Slurm puts a preempted task back that has exited by itself."""
+    run = made(tmp_path, tasks=2)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    task.decide(Action.HOLD)
+    task.end(task.ladder.hold("app_error: why"))
+    again = begin(run, job=task.job, restart_count=1, nodes=("n1",), via=VIA_ARRAY, slurm=slurm)
+    assert again is Refusal.AT_REST
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_task_that_finds_the_run_at_rest_holds_the_others(tmp_path: Path, held: bool) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    task.decide(Action.HOLD if held else Action.STOP)
+    task.end(Comeback(Taken.REST, "Slurm did not answer"))
+    assert running(slurm) == ["1_2"]
+    refused = begin(run, job="1_2", restart_count=0, nodes=("n1",), via=VIA_ARRAY, slurm=slurm)
+    assert refused is Refusal.AT_REST
+    nothing_to_do(run, refused, "1_2", slurm)
+    assert waiting(slurm) == [("1_3", True)]
+    assert state_of(run).status is (RunStatus.HELD if held else RunStatus.STOPPED)
+
+
+def test_a_finished_run_takes_its_tasks_out_of_the_queue(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    task.ladder.finished()
+    assert running(slurm) == ["1_1"], "our own end is still to be recorded"
+    assert waiting(slurm) == []
+    task.end()
+    assert slurm.controller.found("1_1")[0].base is JobState.COMPLETED
+
+
+def test_a_task_that_starts_after_the_end_cancels_the_rest(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    run.mark_done(10, 1)
+    nothing_to_do(run, Refusal.DONE, "1_1", slurm)
+    assert waiting(slurm) == [] and running(slurm) == ["1_1"]
+
+
+def test_a_stop_or_a_cancelled_task_holds_the_others(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    task.decide(Action.STOP, Cause.USER_CANCELLED)
+    task.ladder.rest("user_cancelled: scancel")
+    assert waiting(slurm) == [("1_2", True), ("1_3", True)]
+    assert state_of(run).status is RunStatus.CANCELLED
+
+
+def test_where_slurm_does_not_answer_the_next_task_comes_all_the_same(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3, allowed=False)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    slurm.controller_down(timedelta(minutes=1))
+    comeback = task.ladder.climb("preempted: notice")
+    assert (comeback.taken, state_of(run).job) == (Taken.NEXT_TASK, "1_2")
+
+
+def test_one_task_alone_that_was_cancelled_lets_nothing_follow(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    slurm.cancel("1_1")
+    (fake,) = slurm.controller.found("1_1")
+    fake.completing = False
+    assert task.ladder.climb("crash: why").taken is Taken.CANCELLED
+    assert waiting(slurm) == [("1_2", True), ("1_3", True)]
+
+
+def test_without_its_run_directory_a_task_leaves_it_to_the_next_one_later(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    told = leave_to_slurm(slurm, "1_1", "stale handle", restart_count=0, in_chain=True)
+    assert told == "left to task 1_2"
+    assert not [r.argv for r in slurm.network.asked if r.argv[1].startswith("requeue")]
+    slurm.cancel("1_1")
+    slurm.advance(timedelta(minutes=1))
+    assert running(slurm) == []
+    slurm.advance(timedelta(minutes=3))
+    assert running(slurm) == ["1_2"]
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_what_slurm_has_requeued_itself_is_back_whatever_is_forbidden(
+    tmp_path: Path, tasks: int
+) -> None:
+    run = made(tmp_path, tasks=tasks, allowed=False)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    slurm.requeue("1_1")
+    slurm.advance(timedelta(seconds=40))
+    chain = chain_of("1_1", tasks, slurm)
+    assert chain is not None and 1 not in (chain.waiting() or ())
+    assert task.ladder.climb("preempted: notice").taken is Taken.REQUEUED
+    assert (state_of(run).status, state_of(run).job) == (RunStatus.REQUEUED, "1_1")
+
+
+def test_only_a_task_of_a_chained_run_has_a_chain() -> None:
+    slurm = FakeSlurm()
+    assert chain_of("7_1", None, slurm) is None, "an array of runs through submitit"
+    assert chain_of("7", 3, slurm) is None, "a job of its own"
+    assert chain_of("7_1", 3, slurm) is not None
+
+
+class _Silent:
+    """A fence that lets everything through."""
+
+    def __call__(self) -> None: ...
+
+
+@given(
+    states=st.lists(st.sampled_from(["waits", "runs", "over"]), min_size=1, max_size=8),
+    mine=st.integers(0, 7),
+    allowed=st.booleans(),
+)
+def test_whatever_is_left_of_the_array_decides_the_way_back(
+    tmp_path_factory: pytest.TempPathFactory, states: list[str], mine: int, allowed: bool
+) -> None:
+    """The next one is one that waits, and never the task that asks; without one it is the ladder,
+    or rest where that is forbidden."""
+    mine = mine % len(states)
+    folder = tmp_path_factory.mktemp("any")
+    run = made(folder, tasks=len(states), allowed=allowed)
+    slurm = FakeSlurm()
+    slurm.submit(job_script(run))
+    jobs = [slurm.controller.jobs[number] for number in sorted(slurm.controller.jobs)]
+    for job, state in zip(jobs, states, strict=True):
+        job.base = JobState.COMPLETED if state == "over" else JobState.PENDING
+        job.base = JobState.RUNNING if state == "runs" else job.base
+    jobs[mine].base = JobState.RUNNING
+    chain = chain_of(jobs[mine].ref, len(states), slurm)
+    assert chain is not None
+    journal = JournalWriter(run, attempt=1, writer="supervisor")
+    ladder = ChainLadder(
+        slurm,
+        chain=chain,
+        job=jobs[mine].ref,
+        script=None,
+        journal=journal,
+        fence=_Silent(),
+        sleep=lambda _: None,
+        patience=timedelta(0),
+        only_hold=None if allowed else "hill forbids it",
+    )
+    others = [n for n, each in enumerate(states) if each == "waits" and n != mine]
+    comeback = ladder.climb("crash: why")
+    requeued = [r.argv for r in slurm.network.asked if r.argv[1] == "requeue"]
+    journal.close()
+    if others:
+        assert comeback.taken is Taken.NEXT_TASK
+        assert state_of(run).job == jobs[others[0]].ref
+        assert not requeued
+    elif allowed:
+        assert requeued == [("scontrol", "requeue", jobs[mine].ref)], "never the whole array"
+    else:
+        assert comeback.taken is Taken.REST and not requeued
+        assert state_of(run).status is RunStatus.HELD
+
+
+def test_a_fence_keeps_a_task_from_speaking_for_another(tmp_path: Path) -> None:
+    run = made(tmp_path, tasks=3)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    begin(run, job="1_2", restart_count=0, nodes=("n2",), via=VIA_ARRAY, slurm=slurm)
+    with pytest.raises(FencedError):
+        task.ladder.climb("late")
+    assert not [event for event in read_journal(run)[0] if isinstance(event.event, ev.RequeueDone)]

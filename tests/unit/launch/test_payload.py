@@ -1,0 +1,191 @@
+"""What a script starts: the words behind ``--``, for each template and container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.launch.payload import SHIELD, has_shield, payload, step_of
+from slurm_forge.launch.script import asked_options, render, template_name
+from slurm_forge.launch.standing import with_agent
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.site.parts import Container
+from slurm_forge.spec import JobSpec, job_from_mapping
+from slurm_forge.spec.run_file import RunFile
+
+RUN = RunDirectory(Path("/runs/tiny"))
+SITE = Site(name="generic")
+PYTHON = "/opt/py/bin/python"
+WORKER = ("-u", "-m", "slurm_forge.training.worker", "/runs/tiny")
+SRUN = ("srun", "--kill-on-bad-exit=1", "--unbuffered")
+MEETING = (
+    "--nnodes={nnodes}", "--node-rank={node_rank}", "--master-addr={master_addr}",
+    "--master-port={master_port}", "--max-restarts=0",
+)  # fmt: skip
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=4")
+IMAGE = {"runtime": "apptainer", "image": "/i.sif"}
+
+
+def job_of(**keys: object) -> JobSpec:
+    entry = {} if "command" in keys else {"entry": "a.b:train"}
+    return job_from_mapping(
+        {"name": "tiny", "resources": {"nodes": 2, "tasks_per_node": 4}, **entry, **keys}
+    )
+
+
+def words(site: Site = SITE, **keys: object) -> list[tuple[str, ...]]:
+    file = RunFile(submitted_from="/home/me", python=PYTHON, job=job_of(**keys))
+    return list(payload(file, site, RUN))
+
+
+def test_an_entry_is_started_by_srun_or_by_torchrun_below_the_shield() -> None:
+    assert words() == [SRUN, (PYTHON, *WORKER)]
+    assert words(template="srun") == words()
+    assert words(template="torchrun") == [
+        SRUN,
+        (PYTHON, "-m", SHIELD, "--"),
+        (PYTHON, *TORCHRUN),
+        MEETING,
+        WORKER[1:],
+    ]
+
+
+def test_a_container_outside_of_srun_stands_below_the_shield() -> None:
+    inside = (
+        "apptainer", "exec", "--bind=/runs", "--bind=/home/me", "--bind=/data:/d:ro",
+        "--pwd=/home/me", "--cleanenv", "/i.sif",
+    )  # fmt: skip
+    more = {"mounts": ["/data:/d:ro"], "options": ["--cleanenv"], "python": "/env/bin/python3"}
+    found = words(container={**IMAGE, **more})
+    assert found == [SRUN, (PYTHON, "-m", SHIELD, "--"), inside, ("/env/bin/python3", *WORKER)]
+    flat = [word for line in found[1:] for word in line]
+    assert has_shield(flat)
+    agent = with_agent(flat, "/runs/tiny")
+    assert agent is not None
+    assert agent[-3:] == ("-m", "slurm_forge.training.agent", "/runs/tiny")
+    both = words(container=IMAGE, template="torchrun")
+    assert both[3:] == [("python3", *TORCHRUN), MEETING, WORKER[1:]]
+    assert with_agent([word for line in both for word in line], "/runs/tiny") is None
+
+
+def test_pyxis_is_options_of_srun_and_its_task_is_ours() -> None:
+    options = (
+        "--container-image=nvcr.io#a/b", "--container-mounts=/runs:/runs,/home/me:/home/me,/d:/d",
+        "--container-workdir=/home/me", "--container-writable",
+    )  # fmt: skip
+    spec = {"runtime": "pyxis", "image": "nvcr.io#a/b", "mounts": ["/d"]}
+    spec["options"] = ["--container-writable"]
+    assert words(container=spec) == [SRUN, options, ("python3", *WORKER)]
+    # The shield is inside, too: srun has put the whole task there.
+    assert words(container=spec, template="torchrun")[2] == ("python3", "-m", SHIELD, "--")
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["train.py", "--lr=1"], [(PYTHON, *TORCHRUN), MEETING, ("train.py", "--lr=1")]),
+        (["python3", "-u", "train.py"], [("python3", *TORCHRUN), MEETING, ("train.py",)]),
+        (["python", "-m", "a.b", "-x"], [("python", *TORCHRUN), MEETING, ("-m", "a.b", "-x")]),
+        (
+            ["python", "-O", "train.py"],
+            [(PYTHON, *TORCHRUN), MEETING, ("--no-python", "python", "-O", "train.py")],
+        ),
+        (["./train.sh"], [(PYTHON, *TORCHRUN), MEETING, ("--no-python", "./train.sh")]),
+    ],
+)
+def test_a_command_below_torchrun(command: list[str], line: list[tuple[str, ...]]) -> None:
+    found = words(command=command, template="torchrun")
+    assert found == [SRUN, (PYTHON, "-m", SHIELD, "--pass=SIGTERM", "--"), *line]
+
+
+def test_a_command_without_a_template_is_started_as_it_is() -> None:
+    assert words(command=["./train.sh", "x"]) == [("./train.sh", "x")]
+    assert words(command=["./train.sh"], template="srun") == [SRUN, ("./train.sh",)]
+    in_image = words(command=["./train.sh"], container=IMAGE)
+    assert [line[0] for line in in_image] == ["apptainer", "./train.sh"]
+    told = words(
+        command=["./train.sh"], container=IMAGE, template="srun", program={"notify": "USR1"}
+    )
+    assert told[1] == (PYTHON, "-m", SHIELD, "--pass=SIGUSR1", "--")
+
+
+def test_what_a_site_says_of_its_containers_is_used() -> None:
+    hint = Container(
+        runtime="singularity", command="singularity run --rocm <image>", modules=("bindings",),
+        srun_options=("--network=x", "--image=<image>"), sbatch_options=("--constraint=c",),
+    )  # fmt: skip
+    site = Site(name="there", containers=(Container(runtime="sarus"), hint))
+    found = words(site, container={"image": "/i.sif"})
+    assert found[1] == ("--network=x",)
+    assert found[3][:3] == ("singularity", "run", "--rocm")
+    job = job_of(container={"image": "/i.sif"})
+    assert "--constraint=c" in asked_options(job, site, RUN)
+    file = RunFile(submitted_from="/home/me", python=PYTHON, job=job)
+    assert "module load bindings" in render(file, site, RUN)
+    # Where a place in the hint is not known, it is not used.
+    strange = Container(runtime="singularity", command="singularity exec --x=<y> <image>")
+    plain = words(Site(name="there", containers=(strange,)), container={"image": "/i.sif"})
+    assert plain[2][:3] == ("singularity", "exec", "--bind=/runs")
+
+
+def test_gpus_are_shown_to_a_container_by_the_backend() -> None:
+    assert words(Site(name="amd", backend="rccl"), container=IMAGE)[2][2] == "--rocm"
+    assert words(container=IMAGE, resources={"gpus_per_node": 2})[2][2] == "--nv"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"container": {"image": "x"}}, "does not say what runs it"),
+        (
+            {"container": {"runtime": "pyxis", "image": "x"}, "command": ["a"]},
+            "pyxis is an option of srun, and the command is started without it",
+        ),
+    ],
+)
+def test_what_can_not_be_started_is_refused(keys: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        words(**keys)
+
+
+def test_a_folder_that_no_mount_can_name_is_refused() -> None:
+    file = RunFile(submitted_from="/home/a,b", python=PYTHON, job=job_of(container=IMAGE))
+    with pytest.raises(ConfigError, match="/home/a,b can't be mounted"):
+        payload(file, SITE, RUN)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, "srun"),
+        ({"template": "torchrun"}, "torchrun"),
+        ({"container": IMAGE}, "apptainer"),
+        ({"container": IMAGE, "template": "torchrun"}, "apptainer"),
+        ({"container": {"runtime": "pyxis", "image": "x"}}, "pyxis"),
+        ({"command": ["a"]}, "exec"),
+        ({"command": ["a"], "template": "srun"}, "srun"),
+        ({"template": "array", "chain": 3}, "srun"),
+        ({"command": ["a"], "template": "array", "chain": 3}, "exec"),
+        ({"container": IMAGE, "template": "array", "chain": 3}, "apptainer"),
+    ],
+)
+def test_each_has_its_template(keys: dict, name: str) -> None:
+    assert template_name(job_of(**keys), SITE) == f"{name}.sbatch"
+
+
+def test_torchrun_is_one_task_with_what_its_ranks_need() -> None:
+    wanted = {"nodes": 2, "tasks_per_node": 4, "cpus_per_task": 8, "gpus_per_task": "a100:1"}
+    options = asked_options(job_of(template="torchrun", resources=wanted), SITE, RUN)
+    assert {"--ntasks-per-node=1", "--cpus-per-task=32", "--gpus-per-node=a100:4"} <= set(options)
+    assert not [each for each in options if each.startswith("--gpus-per-task")]
+
+
+def test_the_options_in_a_script_are_the_options_of_its_step() -> None:
+    """Who edits them there has the last word; submitit's script leaves them to the site."""
+    step = step_of(["srun", "--cpu-bind=none", "python"], ["--cpu-bind=cores"])
+    assert (step.words, step.options) == (("--cpu-bind=none", "python"), ())
+    step = step_of(["--output=x", "python"], ["--cpu-bind=cores"])
+    assert (step.words, step.options) == (("--output=x", "python"), ("--cpu-bind=cores",))
