@@ -78,7 +78,8 @@ def write_configuration(
     for name in render.node_names(spec, ports):
         layout.spool(name).mkdir(parents=True, exist_ok=True)
     _write(layout.epilog, render.epilog(spec).encode(), 0o755)
-    devices = all(_make_device(layout.gpu(index)) for index in range(spec.gpus))
+    gpus = spec.gpus * max(1, len(spec.gpu_kinds))
+    devices = all(_make_device(layout.gpu(index)) for index in range(gpus))
     for name, text in (
         ("slurm.conf", render.slurm_conf(spec, layout, ports, platform)),
         ("cgroup.conf", render.cgroup_conf(platform)),

@@ -157,17 +157,18 @@ def cgroup_conf(platform: Platform) -> str:
 def gres_conf(spec: ClusterSpec, layout: Layout, *, devices: bool) -> str:
     """gres.conf: GPUs that exist for the scheduler only.
 
-    Without ``devices``, and where there are kinds of them, they are counted and nothing else: jobs
-    get no CUDA_VISIBLE_DEVICES.
+    Without ``devices`` they are counted and nothing else: jobs get no CUDA_VISIBLE_DEVICES.
     """
     if not spec.gpus:
         return ""
-    if spec.gpu_kinds:
-        kinds = (f"Name=gpu Type={kind} Count={spec.gpus}\n" for kind in spec.gpu_kinds)
-        return "AutoDetect=off\n" + "".join(kinds)
-    first = layout.gpu(0)
-    files = first if spec.gpus == 1 else first.with_name(f"gpu[0-{spec.gpus - 1}]")
-    return f"AutoDetect=off\nName=gpu {f'File={files}' if devices else f'Count={spec.gpus}'}\n"
+    lines = ["AutoDetect=off"]
+    for at, kind in enumerate(spec.gpu_kinds or ("",)):
+        low, high = at * spec.gpus, (at + 1) * spec.gpus - 1
+        first = layout.gpu(low)
+        files = first if spec.gpus == 1 else first.with_name(f"gpu[{low}-{high}]")
+        named = f"Name=gpu Type={kind}" if kind else "Name=gpu"
+        lines.append(f"{named} {f'File={files}' if devices else f'Count={spec.gpus}'}")
+    return "\n".join(lines) + "\n"
 
 
 def epilog(spec: ClusterSpec) -> str:

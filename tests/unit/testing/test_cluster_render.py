@@ -171,6 +171,16 @@ def test_gpus_are_made_up(gpus: int, devices: bool, expected: str) -> None:
     )
 
 
+def test_kinds_of_gpus_and_features_are_made_up() -> None:
+    spec = ClusterSpec(gpus=2, gpu_kinds=("a100", "h100"), features=("big", "nvlink"))
+    text = render.slurm_conf(spec, LAYOUT, PORTS, OLD)
+    assert " Gres=gpu:a100:2,gpu:h100:2 Feature=big,nvlink " in text
+    assert render.gres_conf(spec, LAYOUT, devices=True).splitlines()[1:] == [
+        "Name=gpu Type=a100 File=/tmp/c/dev/gpu[0-1]",
+        "Name=gpu Type=h100 File=/tmp/c/dev/gpu[2-3]",
+    ]
+
+
 def test_the_accounting_database_listens_to_this_machine_only() -> None:
     text = render.database_conf(LAYOUT, PORTS)
     assert "bind-address=127.0.0.1" in text
