@@ -39,12 +39,12 @@ class Draft:
     text: str
 
 
-def draft_site(survey: Survey, today: date) -> Draft | None:
-    """The file; None where the controller could not be asked."""
+def draft_site(survey: Survey, today: date, *, name: str | None = None) -> Draft | None:
+    """The file, its site called ``name`` or like the cluster; None where Slurm did not answer."""
     config = survey.config
     if config is None or config.cluster_name is None:
         return None
-    name = _file_name(config.cluster_name)
+    name = _file_name(config.cluster_name if name is None else name)
     return Draft(name, "\n".join(_lines(name, config, survey, today)) + "\n")
 
 
