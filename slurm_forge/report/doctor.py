@@ -287,19 +287,21 @@ def site_section(
 
 
 def places_section(places: tuple[Foreseen, ...], *, of_job: str | None = None) -> Section:
-    """What happens to a run in each place; ``of_job`` is the name of the one that is meant."""
-    told: list[Told] = []
-    usable = [each for each in places if each.refused is None]
-    for each in usable:
-        told += _place(each, certain=of_job is not None)
+    """What happens to a run in each place; ``of_job`` is the name of the one that is meant.
+
+    Places of which the same is true share a line.
+    """
+    lines: dict[Told, list[Foreseen]] = {}
     for each in places:
-        if each.refused is not None:
-            mark = Mark.PROBLEM if of_job is not None else Mark.NOTE
-            told.append(Told(mark, f"{_name(each)}: not for you: {clean(each.refused, 160)}."))
+        for told in _place(each, of_job=of_job is not None):
+            lines.setdefault(told, []).append(each)
+    listed = [
+        Told(told.mark, f"{_names(of)}: {told.text}", told.next_step) for told, of in lines.items()
+    ]
     if not places:
-        told.append(Told(Mark.WARNING, "no partition is known: nothing can be foretold."))
+        listed.append(Told(Mark.WARNING, "no partition is known: nothing can be foretold."))
     about = "" if of_job is None else clean(of_job, 64)
-    return Section("what happens to a run", about, tuple(told))
+    return Section("what happens to a run", about, tuple(listed))
 
 
 def place_shown(place: Foreseen) -> PlaceShown:
@@ -330,20 +332,41 @@ def place_shown(place: Foreseen) -> PlaceShown:
     )
 
 
-def _place(place: Foreseen, *, certain: bool) -> Iterator[Told]:
+def _place(place: Foreseen, *, of_job: bool) -> Iterator[Told]:
     found = place.prediction
+    if place.refused is not None:
+        mark = Mark.PROBLEM if of_job else Mark.NOTE
+        yield Told(mark, f"not for you: {clean(place.refused, 160)}.")
+        return
+    if of_job and place.too_long is not None and place.limit is not None:
+        yield Told(
+            Mark.PROBLEM,
+            f"the job asks for {_words(place.limit)}, and the longest time limit is "
+            f"{_words(place.too_long)}: Slurm refuses it, or lets it wait for ever.",
+            "Shorten resources.time: a run goes on beyond its time limit by itself.",
+        )
     by_file = not place.from_slurm and found.mode is not None
-    source = " (by the site file: Slurm does not say)" if by_file else ""
+    source = " (By the site file: Slurm does not say.)" if by_file else ""
     mark = Mark.OK if found.mode is not None else Mark.NOTE
-    yield Told(
-        mark, f"{_name(place)}: {_preemption(place)}{source} {_limit(place, certain=certain)}"
-    )
+    yield Told(mark, f"{_preemption(place)}{source} {_limit(place, of_job=of_job)}")
     stuck = BroughtBack.PERSON in (found.back_by, found.limit_back_by)
     for text in found.impossible:
         step = "Use template: array where the centre allows job arrays." if stuck else ""
-        yield Told(Mark.WARNING, f"{_name(place)}: {text}", step)
+        yield Told(Mark.WARNING, text, step)
     for text in found.caveats:
-        yield Told(Mark.NOTE, f"{_name(place)}: {text}")
+        yield Told(Mark.NOTE, text)
+
+
+def _names(places: list[Foreseen]) -> str:
+    """Of places that share their QOS the QOS is said once."""
+    shared = {each.qos for each in places}
+    partitions = [clean(each.partition, 64) for each in places if each.partition]
+    if len(places) == 1 or len(partitions) < len(places) or len(shared) > 1:
+        shown = [_name(each) for each in places[:_SHOWN]]
+        return "; ".join(shown) + (" …" if len(places) > _SHOWN else "")
+    some = ", ".join(partitions[:_SHOWN]) + (", …" if len(partitions) > _SHOWN else "")
+    qos = places[0].qos
+    return f"partitions {some}" + (f", QOS {clean(qos, 64)}" if qos else "")
 
 
 def _name(place: Foreseen) -> str:
@@ -393,41 +416,41 @@ def _by(place: Foreseen) -> str:
 
 
 def _back(found: Prediction) -> str:
+    saved = found.resumes_from is ResumesFrom.LAST_SAVE
     match found.back_by:
         case BroughtBack.RUN:
-            how = "the run requeues itself, same job id"
-        case BroughtBack.SLURM:
-            how = "Slurm puts it back into the queue, same job id"
+            how = "requeues itself (same job id)"
         case BroughtBack.SUCCESSOR:
-            how = "the run submits a successor"
+            how = "submits a successor"
         case BroughtBack.CHAIN:
-            how = "the next task of its array takes over"
+            how = "goes on in the next task of its array"
         case BroughtBack.PERSON:
-            return "It is held until a person lets it go on."
+            how = "is held until a person lets it go on"
         case _:
-            return ""
-    saved = found.resumes_from is ResumesFrom.LAST_SAVE
-    first = "The run saves, " if saved else "What is not in the last periodic checkpoint is lost; "
+            how = "is put back into the queue by Slurm (same job id)"
     when = ""
     if found.delay is not None:
         when = f"; it can start again about {_words(found.delay)} later"
-    return f"{first}{how}{when}."
+    first = "The run saves and " if saved else "The run "
+    lost = "" if saved else " What came after the last periodic checkpoint is computed again."
+    return f"{first}{how}{when}.{lost}"
 
 
-def _limit(place: Foreseen, *, certain: bool) -> str:
+def _limit(place: Foreseen, *, of_job: bool) -> str:
     found = place.prediction
     if place.limit is None or found.lead is None:
-        return "No time limit is known."
-    which = "its time limit is" if certain else "the longest time limit is"
+        default = place.default_time
+        asks = f"; a job that asks for none gets {_words(default)}" if default else ""
+        return f"No longest time limit is known{asks}."
+    which = "Its time limit is" if of_job else "The longest time limit is"
     back = {
-        BroughtBack.RUN: "the run requeues itself",
-        BroughtBack.SUCCESSOR: "a successor follows",
-        BroughtBack.CHAIN: "the next task of its array follows",
-        BroughtBack.PERSON: "it is held for a person",
-    }.get(found.limit_back_by, "it comes back")
+        BroughtBack.RUN: "requeues itself",
+        BroughtBack.SUCCESSOR: "submits a successor",
+        BroughtBack.CHAIN: "goes on in the next task of its array",
+        BroughtBack.PERSON: "is held for a person",
+    }.get(found.limit_back_by, "comes back")
     return (
-        f"{which[0].upper()}{which[1:]} {_words(place.limit)}: it saves {_words(found.lead)} "
-        f"before, and {back}."
+        f"{which} {_words(place.limit)}: the run saves {_words(found.lead)} before it, and {back}."
     )
 
 

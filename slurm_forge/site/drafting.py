@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 
+from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.site.comparing import gpus_per_node
 from slurm_forge.site.contract import contract_of, goes_by_qos
 from slurm_forge.site.model import Preemption, PreemptionMode
@@ -65,10 +66,10 @@ def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iter
     yield '# `slurm-forge sites detect`.  null is "unknown": fill in what you know, from the'
     yield "# centre's own pages (all keys: docs/reference/site-file.md), then sites check"
     yield ""
-    yield f"name: {_quoted(name)}"
+    yield f"name: {_key(name)}"
     yield f"title: {_quoted(f'{cluster}, as its Slurm describes it')}"
     known = _NAME.fullmatch(cluster) is not None
-    yield f"cluster_names: [{_quoted(cluster) if known else ''}]"
+    yield f"cluster_names: [{_key(cluster) if known else ''}]"
     yield f"contact: {_quoted(f'{_plain(survey.user)}, who ran sites detect')}"
     yield "confidence: tried"
     yield "sources:"
@@ -99,7 +100,7 @@ def _partitions(config: ConfigRecord, survey: Survey) -> Iterator[str]:
                 f"  # {record.name}: PreemptMode={_comment(record.preempt_mode or '')}, but no "
                 "partition of a higher tier shares its nodes."
             )
-        yield f"  {_quoted(record.name)}: {_flow(_facts(record, found, survey))}"
+        yield f"  {_key(record.name)}: {_flow(_facts(record, found, survey))}"
         features = _features(survey, record.name)
         if features:
             yield f"  # features of its nodes, for --constraint: {', '.join(features)}"
@@ -149,7 +150,7 @@ def _qos(config: ConfigRecord, survey: Survey) -> Iterator[str]:
         return
     yield "qos:"
     for each, facts in told:
-        yield f"  {_quoted(each.name)}: {_flow(facts)}"
+        yield f"  {_key(each.name)}: {_flow(facts)}"
 
 
 def _qos_facts(record: QosRecord, config: ConfigRecord, survey: Survey) -> list[tuple[str, str]]:
@@ -167,7 +168,7 @@ def _rest(config: ConfigRecord, survey: Survey) -> Iterator[str]:
     yield f"requeue_delay: {delay if config.requeue_delay <= _LONGEST_NOTICE else 'null'}"
     yield "self_requeue_allowed: null        # false where jobs must not requeue themselves"
     request, why = _gpu_request(config, survey)
-    yield f"gpu_request: {request:<22}# {why}"
+    yield f"gpu_request: {request:<21}# {why}"
     enforced = "associations" in config.accounting_storage_enforce
     yield f"account_required: null            # {_account(survey, enforced=enforced)}"
     if config.job_submit_plugins:
@@ -234,6 +235,10 @@ def _features(survey: Survey, partition: str) -> list[str]:
 
 def _flow(pairs: list[tuple[str, str]]) -> str:
     return "{" + ", ".join(f"{key}: {value}" for key, value in pairs) + "}"
+
+
+def _key(text: str) -> str:
+    return text if is_plain_text(text) else _quoted(text)
 
 
 def _quoted(text: str) -> str:
