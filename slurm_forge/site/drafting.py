@@ -70,7 +70,7 @@ def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iter
     yield f"title: {_quoted(f'{cluster}, as its Slurm describes it')}"
     known = _NAME.fullmatch(cluster) is not None
     yield f"cluster_names: [{_key(cluster) if known else ''}]"
-    yield f"contact: {_quoted(f'{_plain(survey.user)}, who ran sites detect')}"
+    yield f"contact: {_quoted(f'{survey.user[:64]}, who ran sites detect')}"
     yield "confidence: tried"
     yield "sources:"
     yield f'  - {{page: {_quoted("; ".join(asked) + f" (Slurm {version})")}, seen: "{today}"}}'
@@ -131,7 +131,7 @@ def _facts(
         if kind.kind is not None
     }
     if len(kinds) == 1:
-        told.append(("gpu", _quoted(_plain(kinds.pop()))))
+        told.append(("gpu", _quoted(kinds.pop())))
     count = gpus_per_node(survey, record.name)
     if count is not None:
         told.append(("gpus_per_node", str(count)))
@@ -242,8 +242,8 @@ def _key(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    # A double-quoted JSON string means the same to every reader of YAML.
-    return json.dumps(text, ensure_ascii=True)
+    # A double-quoted JSON string of printable text means the same to every reader of YAML.
+    return json.dumps(_plain(text), ensure_ascii=False)
 
 
 def _plain(text: str) -> str:
