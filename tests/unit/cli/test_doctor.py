@@ -67,7 +67,7 @@ def test_a_site_file_that_is_wrong_is_a_problem_with_its_line(
     told = shell("doctor", "--site", str(wrong))
     assert told.exit_code == 1
     assert (
-        "hill.yaml:3: partitions.cancel.preemption.grace says 5m, Slurm says 20s (scontrol show "
+        "hill.yaml:3: partitions.cancel.preemption.grace says 300s, Slurm says 20s (scontrol show "
         "partition)" in plain(told.stdout)
     )
     assert "-> Correct the file" in plain(told.stdout)
