@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,15 +19,16 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
-def run(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(slurm: SlurmCluster, tmp_path: Path) -> Any:
     """Runs ``slurm-forge`` as a user with a home of their own."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / ".config")}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         with environment(slurm, tmp_path / "nodes"):
             return subprocess.run(
                 [*SLURM_FORGE, *words],
                 cwd=tmp_path,
+                env={**os.environ, **home},
                 capture_output=True,
                 text=True,
                 check=False,
