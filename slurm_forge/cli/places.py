@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from slurm_forge.node_ledger import NodeLedger
     from slurm_forge.site.loading import SitePlaces
     from slurm_forge.site.model import Site
+    from slurm_forge.spec.layers import Said
 
 __all__ = [
     "find_run",
@@ -30,12 +32,22 @@ __all__ = [
 _DEFAULT = Path("runs")
 
 
-def runs_folder(given: Path | None) -> Path:
-    """``--runs``, else SLURM_FORGE_RUNS, else ``./runs``."""
+def runs_folder(given: Path | None, said: Said | None = None, *, begun: bool = False) -> Path:
+    """``--runs``, else SLURM_FORGE_RUNS, else ``runs:`` of the settings, else ``./runs``.
+
+    ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
+    not from a job that may have ``begun`` its run.
+    """
     if given is not None:
         return given.expanduser()
-    knob = Knobs.from_environ(process_environ()).runs
-    return _DEFAULT if knob is None else Path(knob).expanduser()
+    knobs = Knobs.from_environ(process_environ())
+    if knobs.runs is not None:
+        return Path(knobs.runs).expanduser()
+    if said is None and not begun and os.path.lexists(knobs.settings_file):
+        from slurm_forge.spec.config_files import user_said
+
+        said = user_said(knobs, "runs")
+    return _DEFAULT if said is None else Path(said.value)
 
 
 def find_run(wanted: str, runs: Path | None) -> RunDirectory:
@@ -49,9 +61,9 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
     try:
         return RunDirectory.existing(folder / wanted)
     except RunDirectoryError:
-        here = Path(wanted)
-        if (here / "run.yaml").is_file():
-            return RunDirectory.existing(here)
+        for here in (Path(wanted), *([] if runs is not None else [_DEFAULT / wanted])):
+            if (here / "run.yaml").is_file():
+                return RunDirectory.existing(here)
         found = [] if runs is not None else _made_by_submitit(wanted)
         if len(found) == 1:
             return RunDirectory.existing(found[0])
@@ -64,11 +76,11 @@ def reference(run: RunDirectory) -> str:
     return run.name if usual.path == run.path else _shortest(run.path)
 
 
-def site_places() -> SitePlaces:
-    """Where site files are looked for."""
+def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
+    """Where site files are looked for; what ``said`` and ``begun`` are, ``launch.sites`` says."""
     from slurm_forge.launch.sites import site_places as places
 
-    return places()
+    return places(said, begun=begun)
 
 
 def node_ledger(site: Site, cluster: str | None) -> NodeLedger:

@@ -131,7 +131,8 @@ def show(
         str | None,
         typer.Argument(
             metavar="[NAME|FILE]",
-            help="The site; without it SLURM_FORGE_SITE, else the one that this cluster is.",
+            help="The site; without it SLURM_FORGE_SITE, site: in your config.yaml, else the one "
+            "that this cluster is.",
             show_default=False,
             autocompletion=site_names,
         ),
@@ -156,7 +157,7 @@ def show(
     from slurm_forge.site.origins import unknown_keys
 
     places = site_places()
-    named = site is not None or places.knob is not None
+    named = site is not None or places.said() is not None
     loaded = places.load(site, cluster_name=None if named else _cluster_name())
     shown = SiteShown(
         name=loaded.site.name,

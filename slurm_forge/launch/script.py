@@ -105,7 +105,11 @@ def asked_options(job: JobSpec, site: Site, run: RunDirectory) -> tuple[str, ...
             continue
         line = f"--{name}" if value == "" else f"--{name}={_quoted(name, str(value))}"
         lines.append(_checked(line))
-    lines += [_checked(option) for option in site.sbatch_options]
+    # Of two the last one counts to sbatch, and the job's own word is worth more than the site's.
+    asked = {line.partition("=")[0] for line in lines}
+    lines += [
+        _checked(option) for option in site.sbatch_options if option.partition("=")[0] not in asked
+    ]
     return tuple(lines)
 
 

@@ -121,7 +121,7 @@ def test_every_variable_is_named_once() -> None:
     known = Knobs(
         channel="h:1", nonce="n", attempt=1, launch=1, started=1.0, agents="h:1", agents_nonce="n",
         lifeline=True, run="r", latest="l", restarts=1, site="s", runs="r", nodes="n",
-        state_home="/s",
+        state_home="/s", config_home="/c",
     ).to_environ()  # fmt: skip
     for name in known:
         assert text.count(f"| `{name}` |") == 1, name
