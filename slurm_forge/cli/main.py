@@ -18,6 +18,7 @@ from slurm_forge.cli import (
     asking,
     beginning,
     checkpoints,
+    config,
     executing,
     exporting,
     looking,
@@ -70,6 +71,7 @@ app.command()(exporting.export)
 app.command()(probe.probe)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
+app.add_typer(config.app)
 app.add_typer(sites.app)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "node_ledger",
     "reference",
     "run_names",
+    "runs_chosen",
     "runs_folder",
     "runs_of_submitit",
     "site_places",
@@ -38,16 +39,23 @@ def runs_folder(given: Path | None, said: Said | None = None, *, begun: bool = F
     ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
     not from a job that may have ``begun`` its run.
     """
+    return runs_chosen(given, said, begun=begun)[0]
+
+
+def runs_chosen(
+    given: Path | None, said: Said | None = None, *, begun: bool = False
+) -> tuple[Path, str]:
+    """As ``runs_folder``, and what names it."""
     if given is not None:
-        return given.expanduser()
+        return given.expanduser(), "--runs"
     knobs = Knobs.from_environ(process_environ())
     if knobs.runs is not None:
-        return Path(knobs.runs).expanduser()
+        return Path(knobs.runs).expanduser(), "SLURM_FORGE_RUNS"
     if said is None and not begun and os.path.lexists(knobs.settings_file):
         from slurm_forge.spec.config_files import user_said
 
         said = user_said(knobs, "runs")
-    return _DEFAULT if said is None else Path(said.value)
+    return (_DEFAULT, "default") if said is None else (Path(said.value), str(said.place))
 
 
 def find_run(wanted: str, runs: Path | None) -> RunDirectory:

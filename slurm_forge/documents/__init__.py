@@ -28,7 +28,7 @@ from slurm_forge.documents.reading import (
     load_value,
     read,
 )
-from slurm_forge.documents.writing import dump
+from slurm_forge.documents.writing import dump, flow
 
 __all__ = [
     "DEFAULT",
@@ -44,6 +44,7 @@ __all__ = [
     "dotted",
     "dump",
     "error_of",
+    "flow",
     "leading",
     "load",
     "load_value",

@@ -84,12 +84,17 @@ class Document:
 
 
 def read(
-    path: str | os.PathLike[str], *, trusted: bool = False, shown: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    trusted: bool = False,
+    shown: str | None = None,
+    may_be_empty: bool = False,
 ) -> Document:
     """Document in a file of at most 1 MiB; ``ConfigError`` names file and line of a mistake.
 
     ``trusted`` is for files that were found rather than named by the user: only we or root may be
-    able to write them, else ``UnsafeFileError``.  ``shown`` is what people call the file.
+    able to write them, else ``UnsafeFileError``.  ``shown`` is what people call the file, and
+    ``may_be_empty`` one in which everything may be left out.
     """
     name = os.fspath(path) if shown is None else shown
     try:
@@ -98,28 +103,37 @@ def read(
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError("not UTF-8 text", path=name, line=line) from None
-    except UnsafeFileError as error:
+    except UnsafeFileError:
         if trusted:
             raise
         # The user named the file: its size is the only thing that can be wrong with it.
-        raise ConfigError(error.message, path=name, next_step=error.next_step) from None
+        raise ConfigError(
+            f"larger than {MAX_BYTES} bytes",
+            path=name,
+            next_step="Nothing that is written by hand grows that large: is it the right file?",
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"can't be read: {os.strerror(error.errno or 0)}",
             path=name,
             next_step="Check the path; a relative one starts at the current folder.",
         ) from error
-    return load(text, name)
+    return load(text, name, may_be_empty=may_be_empty)
 
 
-def load(text: str, path: str | os.PathLike[str] | None = None) -> Document:
-    """Document in a text; ``path`` is only for messages.  The top level must be keys and values."""
+def load(
+    text: str, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False
+) -> Document:
+    """Document in a text; ``path`` is only for messages.
+
+    The top level must be keys and values, or nothing at all where the text ``may_be_empty``.
+    """
     name = None if path is None else os.fspath(path)
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes", path=name)
     reader = _Reader(name)
     try:
-        data = reader.read(text)
+        data = reader.read(text, may_be_empty=may_be_empty)
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(error, name, text) from None
     except yaml.reader.ReaderError as error:
@@ -142,7 +156,7 @@ def load_value(text: str, at: KeyPath) -> Any:
     if not text.isprintable():
         raise ConfigError(f"{dotted(at)}: one line of printable text, please")
     try:
-        return _Reader(None).read_value(text, at)
+        return _Reader(None, one_value=True).read_value(text, at)
     except yaml.MarkedYAMLError as error:
         problem = error.problem or error.context or "this can't be read"
         if "document start" in problem:
@@ -185,15 +199,18 @@ class _Remembering(Iterator[Any]):
 class _Reader:
     """Turns the events of PyYAML's safe parser into values: anchors are visible only there."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, *, one_value: bool = False) -> None:
         self.path = path
+        self.one_value = one_value
         self.lines: dict[KeyPath, int] = {(): 1}
 
-    def read(self, text: str) -> dict[str, Any]:
+    def read(self, text: str, *, may_be_empty: bool) -> dict[str, Any]:
         events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
         next(events)
         first = next(events)
         if isinstance(first, yaml.StreamEndEvent):
+            if may_be_empty:
+                return {}
             raise ConfigError("the file is empty", path=self.path, line=1)
         event = next(events)
         if not isinstance(event, yaml.MappingStartEvent):
@@ -223,8 +240,10 @@ class _Reader:
             self._fail(path, first, f"{first.style} begins a text of several lines; quote it")
         value = self._value(path, first, events)
         rest = text[events.last.end_mark.index :].strip()
-        if rest:
+        if rest.startswith("#"):
             self._fail(path, first, f'"{shorten(rest)}" would be a comment; quote the whole value')
+        if rest:
+            self._fail(path, first, "more than one value; quote the whole")
         next(events)
         if not isinstance(next(events), yaml.StreamEndEvent):
             self._fail(path, first, "more than one value")
@@ -256,7 +275,8 @@ class _Reader:
             key = self._key(path, event)
             here = (*path, key)
             if key in values:
-                self._fail(here, event, f"this key is already on line {self.lines[here]}")
+                where = "there" if self.one_value else f"on line {self.lines[here]}"
+                self._fail(here, event, f"this key is already {where}")
             self.lines[here] = event.start_mark.line + 1
             values[key] = self._value(here, next(events), events)
         return values

@@ -85,4 +85,6 @@ def _shared(job: Path | None, knobs: Knobs) -> Iterator[Layer]:
 
 
 def _layer(path: Path, *, own: bool) -> Layer:
-    return Layer(read(path, trusted=True, shown=shown(path)), path.parent, own=own)
+    return Layer(
+        read(path, trusted=True, shown=shown(path), may_be_empty=True), path.parent, own=own
+    )

@@ -22,6 +22,7 @@ from slurm_forge.documents import (
     Mistake,
     Place,
     build,
+    did_you_mean,
     dotted,
     error_of,
     leading,
@@ -37,7 +38,16 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import Section
 
-__all__ = ["OF_THE_JOB", "Layer", "Layered", "Said", "Setting", "combined", "places_said"]
+__all__ = [
+    "OF_THE_JOB",
+    "Layer",
+    "Layered",
+    "Said",
+    "Setting",
+    "combined",
+    "places_said",
+    "settings_schema",
+]
 
 #: What only a job file (or the command line) says.
 OF_THE_JOB = ("name", "entry", "command", "args", "inject")
@@ -109,8 +119,10 @@ class Setting:
 class _Places(Section):
     """What the files below a job file say besides the keys of a job."""
 
-    site: str | None = Field(default=None, strict=True, min_length=1)
-    runs: str | None = Field(default=None, strict=True, min_length=1)
+    site: str | None = Field(
+        default=None, strict=True, description="Site, or the path of its file."
+    )
+    runs: str | None = Field(default=None, strict=True, description="Folder that holds the runs.")
 
 
 def combined(
@@ -123,7 +135,7 @@ def combined(
     """
     asked = [Setting.parsed(text) for text in settings]
     found = [mistake for layer in shared for mistake in _of_shared(layer)]
-    layers = [without(each.document, *OF_THE_JOB, *_PLACES) for each in shared]
+    layers = [_keys_of_jobs(each.document) for each in shared]
     if job is None:
         layers.append(_nameless(layers, asked))
     else:
@@ -163,11 +175,22 @@ def _of_shared(layer: Layer) -> Iterator[Mistake]:
         if key in document.data:
             text = f"{key}: only a job file says this (or --set); remove it here"
             yield Mistake(text, document.place_of((key,)))
+    known = [*_PLACES, *(key for key in JobSpec.model_fields if key not in OF_THE_JOB)]
+    for key in document.data:
+        if key not in (*known, *OF_THE_JOB):
+            text = f"{dotted((key,))}: unknown key {did_you_mean(key, known, JobSpec.known_as)}"
+            yield Mistake(text, document.place_of((key,)))
     yield from _of_places(layer)
-    rest = without(document, *OF_THE_JOB, *_PLACES)
+    rest = _keys_of_jobs(document)
     # Values that a job file replaces are looked at as well: another job would trip over them.
     named = replace(rest, data={**rest.data, "name": "x"})
     yield from mistakes(JobSpec, named, by_itself=False)
+
+
+def _keys_of_jobs(document: Document) -> Document:
+    """What of a file below the job file is laid under it."""
+    fits = set(JobSpec.model_fields) - set(OF_THE_JOB)
+    return without(document, *(key for key in document.data if key not in fits))
 
 
 def _of_places(layer: Layer) -> tuple[Mistake, ...]:
@@ -183,6 +206,8 @@ def _of_places(layer: Layer) -> tuple[Mistake, ...]:
 
 def _no_place(key: str, value: str, layer: Layer) -> str:
     """Why a site or a folder can't be named so; empty where it can."""
+    if not value:
+        return "is empty; leave the key out"
     if not value.isprintable():
         return "one line of printable text, please"
     if "$" in value:
@@ -256,3 +281,17 @@ def _how_to_quote(path: KeyPath, value: str) -> str:
         return "In a shell, single quotes around all of it keep those of the value."
     quoted = shlex.quote(f'{dotted(path)}="{value}"')
     return f"In a shell the quotes need some of their own: --set {quoted}"
+
+
+def settings_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the user's and the project's files, for editors."""
+    schema = JobSpec.model_json_schema()
+    places = _Places.model_json_schema()["properties"]
+    keys = {key: each for key, each in schema["properties"].items() if key not in OF_THE_JOB}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **{key: value for key, value in schema.items() if key != "required"},
+        "title": "Settings",
+        "description": "Keys of a job file that hold for all jobs of a user or a project.",
+        "properties": {**places, **keys},
+    }
