@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_forge.errors import RunDirectoryError
+from slurm_forge.errors import ForgeError, RunDirectoryError
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import process_environ
@@ -80,8 +80,11 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
 
 def reference(run: RunDirectory) -> str:
     """What to type to mean this run from the current folder: its name where that is enough."""
-    usual = RunDirectory.at(runs_folder(None) / run.name)
-    return run.name if usual.path == run.path else _shortest(run.path)
+    try:
+        usual = RunDirectory.at(runs_folder(None) / run.name).path
+    except ForgeError:
+        usual = None  # settings that can't be read: whoever types a name will be told
+    return run.name if usual == run.path else _shortest(run.path)
 
 
 def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:

@@ -214,7 +214,8 @@ class _Reader:
             raise ConfigError("the file is empty", path=self.path, line=1)
         event = next(events)
         if not isinstance(event, yaml.MappingStartEvent):
-            self._fail((), event, 'expected keys and values ("name: my-run")')
+            example = "seed: 1" if may_be_empty else "name: my-run"
+            self._fail((), event, f'expected keys and values ("{example}")')
         self._check_node((), event, "map")
         data = self._mapping((), events)
         next(events)
