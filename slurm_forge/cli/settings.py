@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from slurm_forge.cli.completing import setting_keys
+
 __all__ = ["Settings"]
 
 Settings = Annotated[
@@ -14,5 +16,6 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="A key of the job file, above all files: recovery.cuda_oom.times=2. Repeatable.",
+        autocompletion=setting_keys,
     ),
 ]
