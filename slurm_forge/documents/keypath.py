@@ -43,9 +43,19 @@ def leading(text: str) -> tuple[KeyPath, str]:
         elif found["index"] is not None:
             parts.append(int(found["index"]))
         else:
-            try:
-                parts.append(str(json.loads(found["quoted"])))
-            except ValueError:
+            key = _unquoted(found["quoted"])
+            if key is None:
                 break
+            parts.append(key)
         at = found.end()
     return tuple(parts), text[at:]
+
+
+def _unquoted(text: str) -> str | None:
+    """The key that a JSON text stands for; None for what is none, such as half a surrogate pair."""
+    try:
+        key = str(json.loads(text))
+        key.encode()
+    except ValueError:
+        return None
+    return key

@@ -296,6 +296,24 @@ def test_later_settings_win_and_see_the_earlier_ones() -> None:
     assert (job.args, job.setup) == ({"a": 3, "b": 2}, ("y",))
 
 
+WORDS = st.sampled_from(
+    ["seed", "args", "recovery.hang", "resources.extra", "setup", "env", "inject", ".", "[0]",
+     "[9]", '["a b"]', '["\\ud800"]', "=", "=", "1", "{", "}", "[", "]", ": ", "a", "\"", "'", "#",
+     "\n", "\0", "\udcff", "\x1b[2J", "&a", "*a", "!!python/name:os.system", "<<", "- ", "|", "\u2028"]
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(WORDS, max_size=9).map("".join) | st.text(max_size=9), max_size=3))
+def test_whatever_is_typed_is_set_or_refused_in_words(settings: list[str]) -> None:
+    try:
+        assert resolved(SMALL, *settings).job.name
+    except ConfigError as error:
+        told = str(error)
+        assert told.startswith("--set "), told
+        assert all(line.isprintable() for line in told.splitlines())
+        told.encode()
+
+
 # which files
 
 
