@@ -299,7 +299,8 @@ def test_later_settings_win_and_see_the_earlier_ones() -> None:
 WORDS = st.sampled_from(
     ["seed", "args", "recovery.hang", "resources.extra", "setup", "env", "inject", ".", "[0]",
      "[9]", '["a b"]', '["\\ud800"]', "=", "=", "1", "{", "}", "[", "]", ": ", "a", "\"", "'", "#",
-     "\n", "\0", "\udcff", "\x1b[2J", "&a", "*a", "!!python/name:os.system", "<<", "- ", "|", "\u2028"]
+     "\n", "\0", "\udcff", "\x1b[2J", "&a", "*a", "!!python/name:os.system", "<<", "- ", "|",
+     "\u2028"]
 )  # fmt: skip
 
 
