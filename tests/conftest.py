@@ -21,6 +21,8 @@ settings.load_profile("ci")
 
 # No test strikes nodes of the person who runs it, nor leaves out what that person's runs have.
 os.environ["SLURM_FORGE_NODES"] = "off"
+# Nor is anything of that person's settings what is tested.
+os.environ["XDG_CONFIG_HOME"] = "/nowhere/settings"
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every program
 # that a test starts and interrupts.

@@ -18,6 +18,7 @@ from slurm_forge.cli import (
     asking,
     beginning,
     checkpoints,
+    config,
     doctor,
     executing,
     exporting,
@@ -72,6 +73,7 @@ app.command()(exporting.export)
 app.command()(probe.probe)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
+app.add_typer(config.app)
 app.add_typer(sites.app)
 
 
