@@ -153,5 +153,6 @@ class ClusterSpec:
     @property
     def suspends(self) -> bool:
         """Whether any job may be suspended to make room."""
-        modes = [each.preempt_mode for each in (*self.partitions, *self.qos)]
+        modes = {each.preempt_mode for each in self.partitions}
+        modes |= {each.preempt_mode for each in self.qos}
         return PartitionPreemption.SUSPEND in modes
