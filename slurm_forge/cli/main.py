@@ -18,6 +18,7 @@ from slurm_forge.cli import (
     asking,
     beginning,
     checkpoints,
+    doctor,
     executing,
     exporting,
     looking,
@@ -53,6 +54,7 @@ app = typer.Typer(
 )
 
 app.command()(beginning.init)
+app.command()(doctor.doctor)
 app.command()(submitting.submit)
 app.command()(submitting.render)
 app.command()(running.run)
