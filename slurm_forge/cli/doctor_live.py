@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from slurm_forge.recovery.live_seen import LiveSeen
     from slurm_forge.recovery.prediction import Prediction
     from slurm_forge.site.model import Site
-    from slurm_forge.slurm.records import ConfigRecord
+    from slurm_forge.slurm.survey import Survey
     from slurm_forge.spec import JobSpec
 
 __all__ = ["LiveRequest", "examine_live"]
@@ -40,6 +41,7 @@ class LiveRequest:
     nodes: int = 1
     requeue_too: bool = False
     keep: bool = False
+    quick: bool = False
     json: bool = False
 
 
@@ -49,15 +51,16 @@ def examine_live(request: LiveRequest) -> int:
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.launch.live import LiveWish, look_live
     from slurm_forge.launch.live_script import live_job
+    from slurm_forge.person import person
     from slurm_forge.recovery.live_findings import Mark, findings
-    from slurm_forge.site.detection import fill_from_slurm
     from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.slurm.survey import PATIENCE, take_survey
 
     slurm = SubprocessSlurm.of_this_process()
     asked = _asked(request.job)
-    config, partitions = slurm.show_config(), slurm.show_partitions()
-    loaded = site_places().load(request.site, cluster_name=config.cluster_name)
-    site = fill_from_slurm(loaded.site, config, partitions)
+    survey = take_survey(slurm.with_timeout(PATIENCE), person())
+    cluster = survey.config.cluster_name if survey.config is not None else None
+    site = site_places().load(request.site, cluster_name=cluster).site
     job = live_job(
         asked,
         nodes=request.nodes,
@@ -70,12 +73,13 @@ def examine_live(request: LiveRequest) -> int:
         site=site,
         runs=runs_folder(request.runs),
         python=site.python or sys.executable,
+        quick=request.quick,
         requeue_too=request.requeue_too,
         keep=request.keep,
     )
     with _ended_like_by_keyboard():
         seen = look_live(wish, slurm, say=lambda text: typer.echo(text, err=True))
-    prediction = _prediction(asked, seen, site, config)
+    prediction = _prediction(asked, seen, site, survey, request.account)
     found = findings(seen, prediction, _site_words(site, seen))
     if request.json:
         typer.echo(live_json(seen, found, prediction))
@@ -96,25 +100,19 @@ def _asked(path: Path | None) -> JobSpec | None:
 
 
 def _prediction(
-    asked: JobSpec | None, seen: LiveSeen, site: Site, config: ConfigRecord
-) -> Prediction:
+    asked: JobSpec | None, seen: LiveSeen, site: Site, survey: Survey, account: str | None
+) -> Prediction | None:
     """What ``doctor`` says of jobs in the place where the job has run."""
-    from slurm_forge.launch.timing import lead_time
-    from slurm_forge.recovery.prediction import Circumstances, predict
+    from slurm_forge.launch.foreseen import Asked, foreseen
+    from slurm_forge.site.usable import Person
 
-    facts = site.facts(seen.partition, seen.qos)
-    limit = None if asked is None else asked.resources.time
-    here = Circumstances(
-        preemption=site.preemption(seen.partition, seen.qos),
-        config=config,
-        self_requeue_allowed=facts.self_requeue_allowed,
-        requeue_delay=site.requeue_delay,
-        shorten_requeue=site.shorten_requeue,
-        limit=limit,
+    places = foreseen(
+        survey,
+        site,
+        Person(frozenset(), account, os.getuid() == 0),
+        Asked(job=asked, partition=seen.partition, qos=seen.qos),
     )
-    if asked is not None:
-        here = replace(here, lead=lead_time(asked, limit))
-    return predict(here)
+    return places[0].prediction if places else None
 
 
 def _site_words(site: Site, seen: LiveSeen) -> SiteWords:

@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--plain" not in rest:
         SignalWatcher(lambda number: _say(way, "saw", number.name))
     workers = _forked(names)
-    threading.Thread(target=_leave_with_input, daemon=True).start()
+    leaving = threading.Thread(target=_leave_with_input, args=(tuple(workers.values()),))
+    leaving.daemon = True
+    leaving.start()
     _say(way, "here")
     while True:
         gone = wait([each.sentinel for each in workers.values()], _FOREVER_S) if workers else []
@@ -72,9 +74,11 @@ def _killed_by(worker: BaseProcess) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-def _leave_with_input() -> None:
+def _leave_with_input(workers: Sequence[BaseProcess]) -> None:
     while os.read(0, 64):
         pass
+    for worker in workers:
+        worker.kill()
     os._exit(0)
 
 

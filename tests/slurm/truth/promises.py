@@ -20,18 +20,21 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import NoticeSeen, RequeueDone, Resumed
 from slurm_forge.launch.sites import find_site
+from slurm_forge.launch.submission import create_run, submit_script
 from slurm_forge.recovery.live_seen import RoundKind, Way
 from slurm_forge.recovery.prediction import BroughtBack, FirstSignal, ResumesFrom
-from slurm_forge.site.model import Site
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 from slurm_forge.testing.cluster.spec import PartitionPreemption, PartitionSpec, QosSpec
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, environment, submit
+from tests.slurm.harness import REPOSITORY, Watched, environment, job_mapping
 
 __all__ = ["PROMISES", "Kept", "Promise", "keep"]
 
 VERB = (sys.executable, "-m", "slurm_forge.cli.main", "doctor", "--live", "--json")
-STEPS = 60
+#: Enough of them that the run still trains when doctor has looked.
+STEPS = 240
 #: Beyond what was promised before a run is back: the scheduler, and a busy machine.
 SLACK_S = 30.0
 #: Slurm looks for grace times that are over now and then.
@@ -106,7 +109,7 @@ PROMISES: tuple[Promise, ...] = (
     Promise(name="requeue-nograce-long-step", spec=_partitions("REQUEUE"), training=_LONG),
     Promise(name="cancel-grace", spec=_partitions("CANCEL", _GRACE)),
     Promise(name="cancel-nograce", spec=_partitions("CANCEL")),
-    Promise(name="suspend", spec=_partitions("SUSPEND"), hold=30.0),
+    Promise(name="suspend", spec=_partitions("SUSPEND"), hold=20.0),
     Promise(
         name="requeue-grace-jobrequeue-0",
         spec=_partitions("REQUEUE", _GRACE, job_requeue=False),
@@ -126,7 +129,7 @@ PROMISES: tuple[Promise, ...] = (
     Promise(name="qos-requeue-grace", spec=_qos("REQUEUE", _GRACE), **_BY_QOS),
     Promise(name="qos-cancel-grace", spec=_qos("CANCEL", _GRACE), **_BY_QOS),
     Promise(name="qos-requeue-nograce", spec=_qos("REQUEUE"), **_BY_QOS),
-    Promise(name="qos-suspend", spec=_qos("SUSPEND"), hold=30.0, **_BY_QOS),
+    Promise(name="qos-suspend", spec=_qos("SUSPEND"), hold=20.0, **_BY_QOS),
 )
 
 
@@ -139,9 +142,11 @@ def keep(promise: Promise, cluster: SlurmCluster, folder: Path) -> Kept:
     try:
         with cluster.configured(promise.spec):
             try:
+                watched = _run_of(promise, cluster, folder)
+                stubborn = _Stubborn(promise, cluster, folder)
+                # While the run trains: what is asked of doctor must not depend on it.
                 told = _doctor(promise, cluster, folder)
-                happened = _preempted(promise, cluster, folder)
-                fields = _compared(told, happened)
+                fields = _compared(told, _preempted(promise, cluster, watched, stubborn))
             finally:
                 cluster.reset()
     except (ForgeError, AssertionError, KeyError, OSError, ValueError) as error:
@@ -154,11 +159,16 @@ def keep(promise: Promise, cluster: SlurmCluster, folder: Path) -> Kept:
 
 
 def _doctor(promise: Promise, cluster: SlurmCluster, folder: Path) -> dict[str, Any]:
-    """What a person gets to read, as JSON."""
-    where = [f"--partition={promise.partition}"]
-    where += [f"--qos={promise.qos}"] if promise.qos else []
+    """What a person gets to read of that job, as JSON."""
+    job = folder / "job.yaml"
+    job.write_text(json.dumps(_job(promise)))  # which is YAML
     with environment(cluster, folder / "nodes"):
-        done = cluster.run(*VERB, "--runs", str(folder / "runs"), *where, check=False, timeout=240)
+        done = cluster.run(
+            *(*VERB, "--quick", "--runs", str(folder / "runs"), str(job)),
+            check=False,
+            timeout=180,
+            cwd=REPOSITORY,
+        )
     assert done.returncode in (0, 1), done.stderr + done.stdout
     told: dict[str, Any] = json.loads(done.stdout)
     assert told["seen"]["report"]["complete"], told["seen"]["problem"]
@@ -188,15 +198,13 @@ class Happened:
     stubborn_saw: tuple[str, ...]
 
 
-def _preempted(promise: Promise, cluster: SlurmCluster, folder: Path) -> Happened:
-    site = find_site("generic")
-    watched = _run_of(promise, cluster, folder, site)
+def _preempted(
+    promise: Promise, cluster: SlurmCluster, watched: Watched, stubborn: _Stubborn
+) -> Happened:
     watched.wait_step(22)
-    stubborn = _Stubborn(promise, cluster, folder)
     cluster.preempt(watched.job, hold=promise.hold)
     cluster.preempt(stubborn.job, hold=promise.hold)
-    suspended = promise.hold > 1.0
-    if suspended:
+    if promise.hold > 1.0:
         cluster.wait_state(watched.job, ["SUSPENDED"], 60)
     state = watched.wait(
         lambda s: s.status in (RunStatus.FINISHED, RunStatus.HELD), 180, "the end of the run"
@@ -204,19 +212,26 @@ def _preempted(promise: Promise, cluster: SlurmCluster, folder: Path) -> Happene
     return _what_happened(watched, state, stubborn)
 
 
-def _run_of(promise: Promise, cluster: SlurmCluster, folder: Path, site: Site) -> Watched:
-    return submit(
-        cluster,
-        folder,
+def _job(promise: Promise) -> dict[str, Any]:
+    return job_mapping(
         name="run",
+        args={"steps": STEPS, "pace": 0.25, "later_pace": 0.01, **promise.training},
         nodes=2,
         partition=promise.partition,
         qos=promise.qos,
         minutes=30,
-        site=site,
-        args={"steps": STEPS, "pace": 0.25, "later_pace": 0.05, **promise.training},
-        **promise.job,
+        memory="1500M",
+        sbatch={},
+        job=promise.job,
     )
+
+
+def _run_of(promise: Promise, cluster: SlurmCluster, folder: Path) -> Watched:
+    spec, site = job_from_mapping(_job(promise)), find_site("generic")
+    with environment(cluster, folder / "nodes"):
+        run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=REPOSITORY)
+        slurm = SubprocessSlurm.of_this_process()
+        return Watched(cluster, run, file, submit_script(run, file, site, slurm))
 
 
 _STUBBORN = """\
