@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli import sites_check
+from slurm_forge.cli import sites_check, sites_detect
 from slurm_forge.cli.completing import site_names
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class SiteShown:
 
 app.command()(sites_check.check)
 app.command()(sites_check.schema)
+app.command()(sites_detect.detect)
 
 
 @app.command("list")

@@ -55,6 +55,8 @@ class Foreseen:
     by_qos: bool = False
     from_slurm: bool = True
     refused: str | None = None
+    #: The longest time limit that there is, where the job asks for more.
+    too_long: timedelta | None = None
 
 
 def foreseen(survey: Survey, site: Site, person: Person, asked: Asked) -> tuple[Foreseen, ...]:
@@ -132,6 +134,7 @@ def _at(
         by=contract.by,
         by_qos=goes_by_qos(survey.config),
         from_slurm=from_slurm,
+        too_long=most if limit is not None and most is not None and limit > most else None,
         refused=_refused(partition, name, survey, person, qos_name),
     )
 

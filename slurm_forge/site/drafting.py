@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 
+from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.site.comparing import gpus_per_node
 from slurm_forge.site.contract import contract_of, goes_by_qos
 from slurm_forge.site.model import Preemption, PreemptionMode
@@ -39,12 +40,12 @@ class Draft:
     text: str
 
 
-def draft_site(survey: Survey, today: date) -> Draft | None:
-    """The file; None where the controller could not be asked."""
+def draft_site(survey: Survey, today: date, *, name: str | None = None) -> Draft | None:
+    """The file, its site called ``name`` or like the cluster; None where Slurm did not answer."""
     config = survey.config
     if config is None or config.cluster_name is None:
         return None
-    name = _file_name(config.cluster_name)
+    name = _file_name(config.cluster_name if name is None else name)
     return Draft(name, "\n".join(_lines(name, config, survey, today)) + "\n")
 
 
@@ -65,11 +66,11 @@ def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iter
     yield '# `slurm-forge sites detect`.  null is "unknown": fill in what you know, from the'
     yield "# centre's own pages (all keys: docs/reference/site-file.md), then sites check"
     yield ""
-    yield f"name: {_quoted(name)}"
+    yield f"name: {_key(name)}"
     yield f"title: {_quoted(f'{cluster}, as its Slurm describes it')}"
     known = _NAME.fullmatch(cluster) is not None
-    yield f"cluster_names: [{_quoted(cluster) if known else ''}]"
-    yield f"contact: {_quoted(f'{_plain(survey.user)}, who ran sites detect')}"
+    yield f"cluster_names: [{_key(cluster) if known else ''}]"
+    yield f"contact: {_quoted(f'{survey.user[:64]}, who ran sites detect')}"
     yield "confidence: tried"
     yield "sources:"
     yield f'  - {{page: {_quoted("; ".join(asked) + f" (Slurm {version})")}, seen: "{today}"}}'
@@ -99,7 +100,7 @@ def _partitions(config: ConfigRecord, survey: Survey) -> Iterator[str]:
                 f"  # {record.name}: PreemptMode={_comment(record.preempt_mode or '')}, but no "
                 "partition of a higher tier shares its nodes."
             )
-        yield f"  {_quoted(record.name)}: {_flow(_facts(record, found, survey))}"
+        yield f"  {_key(record.name)}: {_flow(_facts(record, found, survey))}"
         features = _features(survey, record.name)
         if features:
             yield f"  # features of its nodes, for --constraint: {', '.join(features)}"
@@ -130,7 +131,7 @@ def _facts(
         if kind.kind is not None
     }
     if len(kinds) == 1:
-        told.append(("gpu", _quoted(_plain(kinds.pop()))))
+        told.append(("gpu", _quoted(kinds.pop())))
     count = gpus_per_node(survey, record.name)
     if count is not None:
         told.append(("gpus_per_node", str(count)))
@@ -149,7 +150,7 @@ def _qos(config: ConfigRecord, survey: Survey) -> Iterator[str]:
         return
     yield "qos:"
     for each, facts in told:
-        yield f"  {_quoted(each.name)}: {_flow(facts)}"
+        yield f"  {_key(each.name)}: {_flow(facts)}"
 
 
 def _qos_facts(record: QosRecord, config: ConfigRecord, survey: Survey) -> list[tuple[str, str]]:
@@ -167,7 +168,7 @@ def _rest(config: ConfigRecord, survey: Survey) -> Iterator[str]:
     yield f"requeue_delay: {delay if config.requeue_delay <= _LONGEST_NOTICE else 'null'}"
     yield "self_requeue_allowed: null        # false where jobs must not requeue themselves"
     request, why = _gpu_request(config, survey)
-    yield f"gpu_request: {request:<22}# {why}"
+    yield f"gpu_request: {request:<21}# {why}"
     enforced = "associations" in config.accounting_storage_enforce
     yield f"account_required: null            # {_account(survey, enforced=enforced)}"
     if config.job_submit_plugins:
@@ -236,9 +237,13 @@ def _flow(pairs: list[tuple[str, str]]) -> str:
     return "{" + ", ".join(f"{key}: {value}" for key, value in pairs) + "}"
 
 
+def _key(text: str) -> str:
+    return text if is_plain_text(text) else _quoted(text)
+
+
 def _quoted(text: str) -> str:
-    # A double-quoted JSON string means the same to every reader of YAML.
-    return json.dumps(text, ensure_ascii=True)
+    # A double-quoted JSON string of printable text means the same to every reader of YAML.
+    return json.dumps(_plain(text), ensure_ascii=False)
 
 
 def _plain(text: str) -> str:

@@ -16,7 +16,7 @@ SINFO_FORMAT = "%R|%D|%T|%c|%m|%G|%f"
 
 #: ``gpu:a100:4(S:0-1)``, ``gpu:4``; the sockets in brackets do not matter here.
 _GPU = re.compile(
-    r"gpu(?::(?P<kind>[A-Za-z][^:,()]{0,63}))?(?::(?P<count>[0-9]{1,4}))(?:\([^)]*\))?"
+    r"gpu(?::(?P<kind>[^:,()]{0,63}[A-Za-z_.][^:,()]{0,63}))?(?::(?P<count>[0-9]{1,4}))(?:\([^)]*\))?"
 )
 _LEADING = re.compile(r"(?P<number>[0-9]{1,12})\+?")
 

@@ -148,12 +148,12 @@ class _Asked:
             missing = error.returncode == 127
             reply = Reply.NO_COMMAND if missing else Reply.NO_ANSWER
             self._gone[program if missing else server] = f"{program}: {reply.value}"
-            self.questions.append(Question(shown, reply, _one_line(error.stderr)))
+            self.questions.append(Question(shown, reply, _why(error)))
             return None
         except SlurmCommandError as error:
             refused = error.returncode != 0
             reply = Reply.REFUSED if refused else Reply.NOT_UNDERSTOOD
-            self.questions.append(Question(shown, reply, _one_line(error.stderr)))
+            self.questions.append(Question(shown, reply, _why(error)))
             return None
         self.questions.append(Question(shown, Reply.ANSWERED))
         return value
@@ -226,5 +226,7 @@ def _shown(argv: tuple[str, ...]) -> str:
     return " ".join([*kept, "--json"] if "--json" in argv else kept)
 
 
-def _one_line(text: str) -> str:
+def _why(error: SlurmCommandError) -> str:
+    """In one line; an error that has to tell of several tells the one that says why."""
+    text = error.message.partition(f"exit status {error.returncode}: ")[2] or error.message
     return " ".join(text.split())[:200]
