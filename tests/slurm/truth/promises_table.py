@@ -28,7 +28,7 @@ __all__ = ["main", "page"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where rows come from."""
+    """What the rows were seen on."""
 
     date: str
     slurm: str
@@ -126,9 +126,9 @@ def _several(
                 cpus=os.cpu_count() or 0,
                 machine=platform.machine(),
             )
-            for promise in PROMISES:
-                if promise.name in names:
-                    told.put((place, keep(promise, cluster, folder / promise.name)))
+            known = {promise.name: promise for promise in PROMISES}
+            for name in names:
+                told.put((place, keep(known[name], cluster, folder / name)))
     finally:
         told.put(None)
 
