@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -103,13 +102,13 @@ def _prediction(
     asked: JobSpec | None, seen: LiveSeen, site: Site, survey: Survey, account: str | None
 ) -> Prediction | None:
     """What ``doctor`` says of jobs in the place where the job has run."""
+    from slurm_forge.cli.examining import who
     from slurm_forge.launch.foreseen import Asked, foreseen
-    from slurm_forge.site.usable import Person
 
     places = foreseen(
         survey,
         site,
-        Person(frozenset(), account, os.getuid() == 0),
+        who(account),
         Asked(job=asked, partition=seen.partition, qos=seen.qos),
     )
     return places[0].prediction if places else None
