@@ -62,7 +62,7 @@ def shown(seen: LiveSeen) -> str:
 def test_a_row_for_each_place_and_a_column_for_each_signal() -> None:
     lines = shown(SEEN).splitlines()
     assert lines[0] == "job 7 in partition preempt, QOS normal, on n1"
-    assert lines[2].split("  ")[-1] == "TERM, steps"
+    assert lines[2].endswith("TERM, steps")
     table = {line.split("  ")[0]: line for line in lines[3:6]}
     assert "heard 220 s before" in table["task"] and table["task"].endswith("heard 0.03 s")
     assert "ended" in table["below torchrun"] and table["below torchrun"].endswith("not there")
