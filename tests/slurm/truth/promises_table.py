@@ -165,11 +165,12 @@ def page(document: Document) -> str:
         "",
         "For each configuration of the controller `slurm-forge doctor --live` was asked, then a "
         "real run on two nodes was preempted there, beside a job that will not leave. A cell says "
-        "what was promised; where something else came, that follows in **bold**. The notice is "
-        "from the first signal to SIGKILL, which the stubborn job has measured: Slurm looks for "
+        "what was promised, in brackets what came in other words, in **bold** what came instead. "
+        "The notice is from the first signal to SIGKILL, which the stubborn job has measured: Slurm looks for "
         "grace times that are over every 30 s at the latest.",
         "",
-        f"{sum(row.passed for row in rows)} of {len(rows)} configurations as promised, "
+        f"{sum(row.passed for row in rows)} of the {len(rows)} configurations that were tried "
+        f"({len(PROMISES)} are there to be tried) came as promised, "
         f"{sum(len(row.fields) for row in rows)} fields compared.",
         "",
         "| configuration | " + " | ".join(shown) + " |",
@@ -184,7 +185,11 @@ def page(document: Document) -> str:
     return "\n".join(lines) + "\n"
 
 
+_PLAIN = {"None": "-", "True": "yes", "False": "no"}
+
+
 def _cell(promised: str, happened: str, kept: bool) -> str:
+    promised, happened = _PLAIN.get(promised, promised), _PLAIN.get(happened, happened)
     if promised == happened:
         return promised
     return f"{promised} ({happened})" if kept else f"{promised}, **{happened}**"
