@@ -141,7 +141,6 @@ def _examine(
 ) -> Checkup:
     from slurm_forge.cli import examining
     from slurm_forge.cli.places import from_here, runs_folder, site_places
-    from slurm_forge.cli.preparing import check
     from slurm_forge.launch.foreseen import Asked, foreseen
     from slurm_forge.recovery.interval import advised_interval
     from slurm_forge.report.doctor import (
@@ -155,7 +154,7 @@ def _examine(
     from slurm_forge.site.comparing import compare, unchecked
     from slurm_forge.site.detection import GENERIC
 
-    wanted = None if job is None else check(job).job
+    wanted = None if job is None else _read(job)
     survey = examining.look_at_slurm()
     config = survey.config
     cluster = None if config is None else config.cluster_name
@@ -201,6 +200,12 @@ def _examine(
         save_every_s=advice.every.total_seconds(),
         sections=sections,
     )
+
+
+def _read(job: Path) -> JobSpec:
+    from slurm_forge.cli.preparing import check
+
+    return check(job).job
 
 
 def _job_section(

@@ -14,8 +14,9 @@ from slurm_forge.cli.rehearsing import Inject
 
 if TYPE_CHECKING:
     from slurm_forge.site.model import Site
+    from slurm_forge.slurm.accounts import QosRecord
     from slurm_forge.slurm.client import Slurm
-    from slurm_forge.slurm.records import PartitionRecord
+    from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 
 __all__ = ["Submission", "render", "submit"]
 
@@ -234,11 +235,28 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         return _Chosen(loaded.site, loaded.because, None, named_file=named)
     loaded = places.load(wanted, cluster_name=config.cluster_name)
     default = next((one.name for one in partitions if one.is_default), None)
+    qos, default_qos = _qos(slurm, config, default)
     return _Chosen(
-        site=fill_from_slurm(loaded.site, config, partitions),
+        site=fill_from_slurm(loaded.site, config, partitions, qos, default_qos),
         because=loaded.because,
         default_partition=default,
         cluster=config.cluster_name,
         partitions=partitions,
         named_file=places.named_file(wanted),
     )
+
+
+def _qos(
+    slurm: Slurm, config: ConfigRecord, partition: str | None
+) -> tuple[tuple[QosRecord, ...], str | None]:
+    """All QOS and the one of jobs that name none; nothing where preemption does not go by them."""
+    from slurm_forge.person import person
+    from slurm_forge.site.contract import goes_by_qos
+    from slurm_forge.site.usable import Person, qos_of
+    from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.slurm.survey import survey_accounts
+
+    if not goes_by_qos(config) or not isinstance(slurm, SubprocessSlurm):
+        return (), None
+    survey = survey_accounts(slurm, person(), config)
+    return survey.qos or (), qos_of(survey, Person(), partition)

@@ -404,7 +404,11 @@ def _ended(place: Foreseen) -> str:
 
 
 def _signal(found: Prediction) -> str:
-    return found.first_signal.value if found.first_signal is FirstSignal.SIGTERM else "--signal's"
+    return (
+        found.first_signal.value
+        if found.first_signal is FirstSignal.SIGTERM
+        else "the signal of --signal"
+    )
 
 
 def _by(place: Foreseen) -> str:

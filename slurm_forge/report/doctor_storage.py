@@ -72,6 +72,8 @@ def _kind(facts: StorageFacts) -> Iterator[Told]:
             f"{where}: read-only.",
             "Choose another folder: --runs DIR or SLURM_FORGE_RUNS.",
         )
+    elif mount.over_network:
+        yield Told(Mark.OK, f"{where}.")
     elif mount.kind in _OF_ONE_HOST:
         yield Told(
             Mark.WARNING,
@@ -79,7 +81,7 @@ def _kind(facts: StorageFacts) -> Iterator[Told]:
             "slurm-forge doctor --live tries it from a compute node.",
         )
     else:
-        yield Told(Mark.OK, f"{where}.")
+        yield Told(Mark.NOTE, f"{where}: whether compute nodes see it can't be told from here.")
     if mount.caches_attributes:
         yield Told(
             Mark.NOTE,

@@ -337,7 +337,9 @@ def _qos_summary(record: QosRecord, asked: Preemption) -> str:
 
 def _text(value: object) -> str:
     if isinstance(value, timedelta):
-        return format_duration(value)
+        # As people write a grace time.
+        short = value <= timedelta(minutes=5) and not value.microseconds
+        return f"{value.seconds}s" if short else format_duration(value)
     if isinstance(value, bool):
         return str(value).lower()
     return str(value.value) if isinstance(value, Enum) else str(value)

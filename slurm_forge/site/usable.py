@@ -15,6 +15,7 @@ __all__ = ["Person", "account_of", "longest", "qos_of", "usable_qos", "why_not"]
 _UP = "UP"
 #: Flags by which a QOS overrides limits of the partition, and of the QOS of the partition.
 _TIME_OF_QOS = "PartitionTimeLimit"
+_OVER_PARTITION = "OverPartQOS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +97,21 @@ def longest(
     person: Person,
 ) -> timedelta | None:
     """The longest time limit that a job here can have; None where there is none, or nobody says."""
-    limits = [each.max_wall for each in (qos, of_partition) if each is not None]
+    order = (of_partition, qos)
+    if qos is not None and _OVER_PARTITION in qos.flags:
+        order = (qos, of_partition)
+    name = None if partition is None else partition.name
+    # The first that says something counts (resource_limits.html): QOS before associations.
+    walls = [each.max_wall for each in order if each is not None]
+    walls += [
+        each.max_wall
+        for each in sorted(_associations(survey, person), key=lambda one: one.partition is None)
+        if each.partition in (None, name)
+    ]
+    limits = [next((each for each in walls if each is not None), None)]
     overrides = qos is not None and qos.max_wall is not None and _TIME_OF_QOS in qos.flags
     if partition is not None and not overrides:
         limits.append(partition.max_time)
-    name = None if partition is None else partition.name
-    limits += [
-        each.max_wall
-        for each in _associations(survey, person)
-        if each.partition in (None, name) and (qos is None or qos.max_wall is None)
-    ]
     return min((each for each in limits if each is not None), default=None)
 
 

@@ -30,7 +30,7 @@ from slurm_forge.slurm.parsing import parse_config, parse_partitions
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 from slurm_forge.slurm.sinfo import SINFO_FORMAT, NodeGroup, parse_sinfo
 
-__all__ = ["Asks", "Question", "Reply", "Survey", "take_survey"]
+__all__ = ["Asks", "Question", "Reply", "Survey", "survey_accounts", "take_survey"]
 
 #: Per command: somebody waits.
 PATIENCE = timedelta(seconds=10)
@@ -119,6 +119,20 @@ def take_survey(slurm: Asks, user: str) -> Survey:
         partitions=partitions,
         nodes=nodes,
         architecture=architecture,
+        qos=qos,
+        associations=associations,
+        default_account=account,
+        questions=tuple(asked.questions),
+    )
+
+
+def survey_accounts(slurm: Asks, user: str, config: ConfigRecord) -> Survey:
+    """Only QOS and what this user may ask for, where ``config`` is known already."""
+    asked = _Asked(slurm)
+    qos, associations, account = _accounts(asked, Survey(user=user, config=config))
+    return Survey(
+        user=user,
+        config=config,
         qos=qos,
         associations=associations,
         default_account=account,

@@ -46,10 +46,10 @@ requeue_delay: "121s"
 """
     assert told(text) == [
         "hill.yaml says nothing of partitions.prio: PreemptMode=OFF",
-        "hill.yaml:5: partitions.long.preemption.grace says 2m, Slurm says 1m",
+        "hill.yaml:5: partitions.long.preemption.grace says 120s, Slurm says 60s",
         "hill.yaml:6: partitions.long.max_time says 5d, Slurm says 7d (MaxTime)",
         "hill.yaml:7: partitions.long.gpus_per_node says 8, Slurm says 4",
-        "hill.yaml:8: requeue_delay says 2m1s, Slurm says 31s (requeue_delay or cred_expire, and a "
+        "hill.yaml:8: requeue_delay says 121s, Slurm says 31s (requeue_delay or cred_expire, and a "
         "second)",
     ]
 

@@ -61,16 +61,19 @@ def test_the_qos_that_may_be_named() -> None:
     assert usable_qos(replace(SURVEY, associations=()), ADA) == ("low", "normal", "secret")
 
 
-def test_the_longest_run_is_the_shortest_of_all_limits() -> None:
+def test_the_longest_run() -> None:
     day, short = QosRecord(name="day", max_wall=24 * HOUR), QosRecord(name="s", max_wall=HOUR)
     nobody = Survey(user="ada")
     assert longest(OPEN, None, None, nobody, ADA) == 48 * HOUR
     assert longest(OPEN, day, None, nobody, ADA) == 24 * HOUR
     assert longest(OPEN, day, short, nobody, ADA) == HOUR
+    strong = replace(day, flags=("OverPartQOS",))
+    assert longest(OPEN, strong, short, nobody, ADA) == 24 * HOUR
     week = QosRecord(name="week", max_wall=168 * HOUR)
     assert longest(OPEN, week, None, nobody, ADA) == 48 * HOUR
     beyond = replace(week, flags=("PartitionTimeLimit",))
     assert longest(OPEN, beyond, None, nobody, ADA) == 168 * HOUR
     mine = replace(SURVEY, associations=(replace(LAB, max_wall=12 * HOUR),))
     assert longest(OPEN, None, None, mine, ADA) == 12 * HOUR
+    assert longest(OPEN, day, None, mine, ADA) == 24 * HOUR, "a QOS counts before the user"
     assert longest(replace(OPEN, max_time=None), None, None, nobody, ADA) is None
