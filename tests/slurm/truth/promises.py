@@ -129,7 +129,6 @@ PROMISES: tuple[Promise, ...] = (
     Promise(name="qos-requeue-grace", spec=_qos("REQUEUE", _GRACE), **_BY_QOS),
     Promise(name="qos-cancel-grace", spec=_qos("CANCEL", _GRACE), **_BY_QOS),
     Promise(name="qos-requeue-nograce", spec=_qos("REQUEUE"), **_BY_QOS),
-    Promise(name="qos-suspend", spec=_qos("SUSPEND"), hold=20.0, **_BY_QOS),
 )
 
 

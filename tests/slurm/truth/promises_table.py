@@ -166,8 +166,12 @@ def page(document: Document) -> str:
         "For each configuration of the controller `slurm-forge doctor --live` was asked, then a "
         "real run on two nodes was preempted there, beside a job that will not leave. A cell says "
         "what was promised, in brackets what came in other words, in **bold** what came instead. "
-        "The notice is from the first signal to SIGKILL, which the stubborn job has measured: Slurm looks for "
-        "grace times that are over every 30 s at the latest.",
+        "The notice is from the first signal to SIGKILL, which the stubborn job has measured: "
+        "Slurm looks for grace times that are over every 30 s at the latest.",
+        "",
+        "Not among them: SUSPEND by QOS. With both QOS in one partition that is not shared "
+        "(`OverSubscribe=NO`), Slurm 22.05 let the other job wait and suspended nobody in a "
+        "minute.",
         "",
         f"{sum(row.passed for row in rows)} of the {len(rows)} configurations that were tried "
         f"({len(PROMISES)} are there to be tried) came as promised, "
