@@ -80,6 +80,10 @@ def doctor(
         bool,
         typer.Option("--requeue-too", help="For --live: the job requeues itself once, timed."),
     ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="For --live: not Slurm's own warning, which takes a minute."),
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="For --live: its folder stays.")] = False,
     json: Annotated[
         bool, typer.Option("--json", help="For programs: the keys stay as they are.")
@@ -108,6 +112,7 @@ def doctor(
             runs=runs,
             nodes=nodes,
             requeue_too=requeue_too,
+            quick=quick,
             keep=keep,
             json=json,
         )
