@@ -11,6 +11,7 @@ import typer
 from slurm_forge.cli.completing import site_names
 
 if TYPE_CHECKING:
+    from slurm_forge.cli.preparing import Checked
     from slurm_forge.launch.foreseen import Foreseen
     from slurm_forge.report.doctor import PlaceShown, Section, Told
     from slurm_forge.site.comparing import Difference
@@ -154,12 +155,13 @@ def _examine(
     from slurm_forge.site.comparing import compare, unchecked
     from slurm_forge.site.detection import GENERIC
 
-    wanted = None if job is None else _read(job)
+    checked = None if job is None else _read(job)
+    wanted = None if checked is None else checked.job
     survey = examining.look_at_slurm()
     config = survey.config
     cluster = None if config is None else config.cluster_name
-    loaded = site_places().load(site, cluster_name=cluster)
-    folder = runs_folder(runs)
+    loaded = site_places(None if checked is None else checked.site).load(site, cluster_name=cluster)
+    folder = runs_folder(runs, None if checked is None else checked.runs)
     earlier = examining.look_at_runs(folder)
     who = examining.who(account or (None if wanted is None else wanted.resources.account))
     places = foreseen(
@@ -202,10 +204,10 @@ def _examine(
     )
 
 
-def _read(job: Path) -> JobSpec:
+def _read(job: Path) -> Checked:
     from slurm_forge.cli.preparing import check
 
-    return check(job).job
+    return check(job)
 
 
 def _job_section(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from slurm_forge.cli.preparing import Checked
     from slurm_forge.recovery.live_findings import SiteWords
     from slurm_forge.recovery.live_seen import LiveSeen
     from slurm_forge.recovery.prediction import Prediction
@@ -56,10 +57,12 @@ def examine_live(request: LiveRequest) -> int:
     from slurm_forge.slurm.survey import PATIENCE, take_survey
 
     slurm = SubprocessSlurm.of_this_process()
-    asked = _asked(request.job)
+    checked = _checked(request.job)
+    asked = None if checked is None else checked.job
     survey = take_survey(slurm.with_timeout(PATIENCE), person())
     cluster = survey.config.cluster_name if survey.config is not None else None
-    site = site_places().load(request.site, cluster_name=cluster).site
+    said = None if checked is None else checked.site
+    site = site_places(said).load(request.site, cluster_name=cluster).site
     job = live_job(
         asked,
         nodes=request.nodes,
@@ -70,7 +73,7 @@ def examine_live(request: LiveRequest) -> int:
     wish = LiveWish(
         job=job,
         site=site,
-        runs=runs_folder(request.runs),
+        runs=runs_folder(request.runs, None if checked is None else checked.runs),
         python=site.python or sys.executable,
         quick=request.quick,
         requeue_too=request.requeue_too,
@@ -90,12 +93,12 @@ def examine_live(request: LiveRequest) -> int:
     return _PROBLEMS if bad else 0
 
 
-def _asked(path: Path | None) -> JobSpec | None:
+def _checked(path: Path | None) -> Checked | None:
     if path is None:
         return None
     from slurm_forge.cli.preparing import check
 
-    return check(path).job
+    return check(path)
 
 
 def _prediction(
