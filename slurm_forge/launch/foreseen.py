@@ -122,6 +122,7 @@ def _at(
             limit=limit,
             lead=lead_time(job, limit, asked.save or timedelta(0)),
             save=asked.save,
+            chained=job.chain is not None,
         )
     )
     return Foreseen(

@@ -1,8 +1,8 @@
 """The same records from ``--json`` (data_parser v0.0.40 on, Slurm 23.11): where text fails.
 
 The text form says more, and is the same from 20.11 to 26.05: in JSON a QOS of 26.05.3 with
-``PreemptMode=WITHIN,REQUEUE`` reads ``["REQUEUE"]`` (tried), and partitions of 23.11 come without
-their PreemptMode.  A document that lacks what is needed raises ``SlurmCommandError``.
+``PreemptMode=WITHIN,REQUEUE`` reads ``["REQUEUE"]`` (tried), and older ones leave out more.  A
+document that lacks what is needed raises ``SlurmCommandError``.
 """
 
 from __future__ import annotations

@@ -87,6 +87,16 @@ def test_a_job_file_that_asks_for_too_much(shell: Shell, slurm: Recorded) -> Non
     ].replace("(by partition normal)", "")
 
 
+def test_a_job_that_is_an_array_of_attempts_goes_on_in_the_next_task(
+    shell: Shell, slurm: Recorded
+) -> None:
+    text = (shell.folder / "train.yaml").read_text()
+    text = text.replace("partition: long", "partition: cancel")
+    (shell.folder / "train.yaml").write_text(f"{text}\ntemplate: array\nchain: 3\n")
+    told = plain(shell("doctor", "train.yaml", "--site", "test_cluster").stdout)
+    assert "next task" in told.partition("what happens")[2]
+
+
 def test_a_job_in_a_partition_that_does_not_exist(shell: Shell, slurm: Recorded) -> None:
     told = shell("doctor", "train.yaml", "--site", "test_cluster")
     assert told.exit_code == 1
