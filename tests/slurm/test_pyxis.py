@@ -1,7 +1,8 @@
 """A run in a container of pyxis: only where NVIDIA's pyxis and enroot are installed.
 
-``FORGE_PYXIS`` names the plugin (spank_pyxis.so), ``FORGE_PYXIS_IMAGE`` a squashfs image with a
-shell; this interpreter and torch are mounted into it.
+``FORGE_PYXIS`` names the plugin (spank_pyxis.so), ``FORGE_PYXIS_IMAGE`` a squashfs image
+with a shell whose /etc/environment says ``CONTAINER_SAYS=inside``; this interpreter and torch are
+mounted into it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(not (PLUGIN and IMAGE), reason="pyxis is not installed (FORGE_PYXIS)"),
 ]
-ARGS = {"steps": 120, "pace": 0.05, "variables": ["ENROOT_CONTAINER_NAME", "CONTAINER_SAYS"]}
+ARGS = {"steps": 120, "pace": 0.05, "variables": ["CONTAINER_SAYS"]}
 
 
 @pytest.mark.parametrize("template", ["srun", "torchrun"])
@@ -34,6 +35,7 @@ def test_preempted_in_a_container_of_pyxis(
     slurm: SlurmCluster, tmp_path: Path, template: str
 ) -> None:
     stack = slurm.layout.slurm_conf.with_name("plugstack.conf")
+    (tmp_path / "pyxis").mkdir()
     stack.write_text(f"required {PLUGIN} runtime_path={tmp_path}/pyxis execute_entrypoint=0\n")
     try:
         held = {"/usr", sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
@@ -56,4 +58,6 @@ def test_preempted_in_a_container_of_pyxis(
         stack.unlink()
     assert [i.cause for a in watched.state.attempts for _, i in a.incidents] == [Cause.PREEMPTED]
     assert len(consumed(watched.run.path)) == ARGS["steps"]
-    print(told_variables(watched.run.path, 1), watched.story())
+    inside = told_variables(watched.run.path, 1)
+    assert len(inside) == 2
+    assert all(each["CONTAINER_SAYS"] == "inside" for each in inside), inside
