@@ -24,6 +24,7 @@ from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.errors import ConfigError
 from slurm_forge.slurm.directives import as_directive
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.loading import from_yaml, job_from_mapping, to_mapping
 
 __all__ = ["FirstFiles", "NewFile", "Way", "Wishes", "first_files", "name_from"]
@@ -112,6 +113,7 @@ def first_files(wishes: Wishes, *, templates: Sequence[str]) -> FirstFiles:
             "command": job.command,
             "resources": given["resources"],
             "template": given.get("template") if wishes.template else None,
+            "chain": job.chain,
             "made": made,
             "own": own,
             "global_batch": _global_batch(job),
@@ -184,6 +186,10 @@ RESOURCES = (
 )  # fmt: skip
 
 
+#: Attempts of an array, where nobody has said how many.
+_CHAIN = 10
+
+
 def _job(wishes: Wishes) -> JobSpec:
     resources = {key: getattr(wishes, key) for key in RESOURCES}
     if resources["gpus_per_node"] == "0":
@@ -200,6 +206,7 @@ def _job(wishes: Wishes) -> JobSpec:
         data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
     if wishes.template is not None and "template" in JobSpec.model_fields:
         data["template"] = wishes.template
+        data["chain"] = _CHAIN if wishes.template == Template.ARRAY.value else None
     try:
         job = job_from_mapping(data)
     except ConfigError as error:

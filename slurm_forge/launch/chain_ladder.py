@@ -17,7 +17,7 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
 from slurm_forge.launch.chain import Chain
-from slurm_forge.launch.ladder import PATIENCE, Comeback, Ladder, Taken, waiting_update
+from slurm_forge.launch.ladder import PATIENCE, Comeback, Ladder, Settled, Taken, waiting_update
 from slurm_forge.slurm.client import JobUpdate, Slurm
 
 __all__ = ["ChainLadder"]
@@ -74,12 +74,15 @@ class ChainLadder(Ladder):
         for.
         """
         self._check_fence()
-        waiting = self._chain.to_come()
+        settled, waiting = self._settled(), self._chain.to_come()
+        if settled in (Settled.WAITS, Settled.RUNS):  # Slurm, or an administrator, was quicker
+            self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
+            return self._found(settled, update, wait)
         if not waiting:
             if self._only_hold is not None:
                 return self._used_up(reason)
             return super().climb(reason, update, wait=wait, arguments=arguments, soon=soon)
-        if self._was_cancelled():
+        if settled is Settled.CANCELLED:
             return self._cancelled(waiting)
         follows = self._chain.ref(waiting[0])
         self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))

@@ -22,7 +22,7 @@ from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.states import PENDING_LIKE, JobState
 
-__all__ = ["PATIENCE", "Comeback", "Ladder", "Taken", "waiting_update"]
+__all__ = ["PATIENCE", "Comeback", "Ladder", "Settled", "Taken", "waiting_update"]
 
 #: How often a controller that is busy ("try again later") is asked.
 _TRIES = 3
@@ -53,7 +53,7 @@ class Taken(str, Enum):
     CANCELLED = "cancelled"
 
 
-class _Settled(Enum):
+class Settled(Enum):
     """What somebody else has made of the job."""
 
     WAITS = 1
@@ -182,7 +182,7 @@ class Ladder:
         # Before Slurm is asked, because it ends us.
         self._note(held)
         reply, settled = self._persist(self._slurm.requeue_hold)
-        if settled is _Settled.CANCELLED:
+        if settled is Settled.CANCELLED:
             return Comeback(Taken.CANCELLED, "the job was cancelled")
         if reply.outcome is RequeueOutcome.ALREADY_PENDING and not self._hold_pending():
             # Somebody has requeued it meanwhile, and it would start again.
@@ -201,9 +201,6 @@ class Ladder:
     def finished(self) -> None:
         """The run is finished: nothing else is there that would start."""
 
-    def _was_cancelled(self) -> bool:
-        return self._settled() is _Settled.CANCELLED
-
     def _hold_pending(self) -> bool:
         """Hold a job that waits already."""
         for last in (False, True):
@@ -216,7 +213,7 @@ class Ladder:
                 return True
         return False
 
-    def _settled(self, *, again: bool = False) -> _Settled | None:
+    def _settled(self, *, again: bool = False) -> Settled | None:
         """What somebody else has made of the job since we began, as far as Slurm answers quickly.
 
         Somebody else's requeue is as good as ours: a second one would end the new start.  And a job
@@ -230,22 +227,22 @@ class Ladder:
             return None
         if record.restarts <= self._restart_count:
             ended = is_cancelled(record) if again else record.state is JobState.CANCELLED
-            return _Settled.CANCELLED if ended else None
+            return Settled.CANCELLED if ended else None
         if record.state is JobState.CANCELLED:
-            return _Settled.CANCELLED
-        return _Settled.RUNS if record.state in _RUNS else _Settled.WAITS
+            return Settled.CANCELLED
+        return Settled.RUNS if record.state in _RUNS else Settled.WAITS
 
     def _found(
         self,
-        settled: _Settled,
+        settled: Settled,
         update: JobUpdate | Callable[[], JobUpdate | None] | None,
         wait: timedelta,
     ) -> Comeback:
-        if settled is _Settled.CANCELLED:
+        if settled is Settled.CANCELLED:
             self._note(RequeueFailed(job=self._job, method=_REQUEUE, reason="it was cancelled"))
             return Comeback(Taken.CANCELLED, "the job was cancelled")
         # What runs is not to be changed: NumNodes would take nodes away from it.
-        changes = update if settled is _Settled.WAITS else None
+        changes = update if settled is Settled.WAITS else None
         return self._came_back("in the queue already", _FOUND, changes, wait)
 
     def _came_back(
@@ -274,7 +271,7 @@ class Ladder:
         with contextlib.suppress(OSError):
             self._fence()
 
-    def _persist(self, ask: Callable[[str], RequeueReply]) -> tuple[RequeueReply, _Settled | None]:
+    def _persist(self, ask: Callable[[str], RequeueReply]) -> tuple[RequeueReply, Settled | None]:
         """The answer to a request that may be asked again while it can help.
 
         A request of which the answer was lost may have been carried out: then the job is pending,

@@ -243,3 +243,10 @@ def test_in_a_terminal_it_asks_and_asks_again(tmp_path: Path) -> None:
     assert (str(job.resources.time), job.resources.partition) == ("8:00:00", "preempt")
     assert "not 'two'" in said
     assert "--time: " in said
+
+
+def test_an_array_is_begun_with_tasks() -> None:
+    found = first_files(Wishes(name="demo", template="array"), templates=["array", "srun"])
+    job = job_of(found)
+    assert job.template is not None
+    assert (job.template.value, job.chain) == ("array", 10)

@@ -307,11 +307,27 @@ def test_without_its_run_directory_a_task_leaves_it_to_the_next_one_later(tmp_pa
     slurm = submitted(run)
     told = leave_to_slurm(slurm, "1_1", "stale handle", restart_count=0, in_chain=True)
     assert told == "left to task 1_2"
+    assert not [r.argv for r in slurm.network.asked if r.argv[1].startswith("requeue")]
     slurm.cancel("1_1")
     slurm.advance(timedelta(minutes=1))
     assert running(slurm) == []
     slurm.advance(timedelta(minutes=3))
     assert running(slurm) == ["1_2"]
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_what_slurm_has_requeued_itself_is_back_whatever_is_forbidden(
+    tmp_path: Path, tasks: int
+) -> None:
+    run = made(tmp_path, tasks=tasks, allowed=False)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    slurm.requeue("1_1")
+    slurm.advance(timedelta(seconds=40))
+    chain = chain_of("1_1", tasks, slurm)
+    assert chain is not None and 1 not in (chain.waiting() or ())
+    assert task.ladder.climb("preempted: notice").taken is Taken.REQUEUED
+    assert (state_of(run).status, state_of(run).job) == (RunStatus.REQUEUED, "1_1")
 
 
 def test_only_a_task_of_a_chained_run_has_a_chain() -> None:

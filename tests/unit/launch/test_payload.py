@@ -167,7 +167,9 @@ def test_a_folder_that_no_mount_can_name_is_refused() -> None:
         ({"container": {"runtime": "pyxis", "image": "x"}}, "pyxis"),
         ({"command": ["a"]}, "exec"),
         ({"command": ["a"], "template": "srun"}, "srun"),
-        ({"template": "array"}, "array"),
+        ({"template": "array", "chain": 3}, "srun"),
+        ({"command": ["a"], "template": "array", "chain": 3}, "exec"),
+        ({"container": IMAGE, "template": "array", "chain": 3}, "apptainer"),
     ],
 )
 def test_each_has_its_template(keys: dict, name: str) -> None:

@@ -320,6 +320,7 @@ def test_a_chain_whose_task_died_goes_on_by_itself(world: World) -> None:
     world.fake.update_job(f"{array}_[2-3]", JobUpdate(start_after=timedelta(hours=1)))
     world.fake.wait_state(f"{array}_1", JobState.COMPLETED)
     world.fake.advance(timedelta(seconds=200))
+    assert world.watcher().round([run]).found == ()
     assert world.watcher(RESTART).round([run]).found == ()
     world.fake.cancel_waiting(array)
     world.fake.advance(timedelta(seconds=200))
