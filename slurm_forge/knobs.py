@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["Knobs", "LocalRanks", "flight_recorder_variables", "mark_of_run", "torchrun_variables"]
+__all__ = [
+    "Knobs",
+    "LocalRanks",
+    "flight_recorder_variables",
+    "mark_of_run",
+    "torchrun_variables",
+    "without_torchrun",
+]
 
 _CHANNEL = "SLURM_FORGE_CHANNEL"
 _NONCE = "SLURM_FORGE_NONCE"
@@ -41,8 +48,9 @@ class Knobs:
     ``channel`` is ``host1,host2:port``; ``nonce`` is what everybody on it has to know; ``attempt``
     and ``launch`` are the numbers of those that a process belongs to; ``started`` is when the
     launch was begun (seconds since the epoch).  ``agents`` and ``agents_nonce`` are the same for
-    the standing agents of a step, ``shields`` and ``shields_nonce`` for what stands between Slurm
-    and a launcher of ranks; ``torchrun`` is the step (``job.step``) whose ranks torchrun numbers.
+    the standing agents of a step.  ``shields`` and ``shields_nonce`` are the same for the shields,
+    which stand between Slurm and a launcher of ranks.  ``torchrun`` is the step (``job.step``)
+    whose ranks torchrun numbers.
     ``lifeline``: standard input is a pipe that ends when the run is to stop.  ``run`` is the
     directory of the run that ``slurm-forge exec`` conducts, ``latest`` the checkpoint that its
     program may resume from, ``restarts`` how often that was started before.  ``nodes`` is the
@@ -130,6 +138,28 @@ def torchrun_variables(step: str, *, ours: bool) -> dict[str, str]:
         "PET_SIGNALS_TO_HANDLE": "SIGINT",
         "PET_SHUTDOWN_TIMEOUT": "5",
         "PET_MONITOR_INTERVAL": "0.2",
+    }
+
+
+#: What torchrun gives its ranks (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+_OF_TORCHRUN = frozenset({
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+})  # fmt: skip
+
+
+def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank that torchrun has started in a step of ours, without all of it.
+
+    Any other comes back as it is: what it holds of torchrun is a person's own.
+    """
+    if _TORCHRUN not in environ:
+        return dict(environ)
+    ours = torchrun_variables("", ours=True).keys()
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _OF_TORCHRUN | ours and not name.startswith("TORCHELASTIC_")
     }
 
 

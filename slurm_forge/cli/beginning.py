@@ -61,7 +61,7 @@ def init(
         ),
     ] = None,
     template: Annotated[
-        str | None, typer.Option(metavar="NAME", help="sbatch template of the job (srun).")
+        str | None, typer.Option(metavar="NAME", help="How ranks are started: srun, torchrun.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write over files that are there.")
@@ -168,8 +168,10 @@ def _one(
 
 def _templates() -> list[str]:
     from slurm_forge.launch.script import template_folder
+    from slurm_forge.spec.launchers import Template
 
-    return sorted(path.stem for path in template_folder().glob("*.sbatch"))
+    there = template_folder()
+    return [each.value for each in Template if (there / f"{each.value}.sbatch").is_file()]
 
 
 def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:

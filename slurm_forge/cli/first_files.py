@@ -204,7 +204,7 @@ def _job(wishes: Wishes) -> JobSpec:
         data["command"] = _words(wishes.command)
     else:
         data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
-    if wishes.template is not None and "template" in JobSpec.model_fields:
+    if wishes.template is not None:
         data["template"] = wishes.template
         data["chain"] = _CHAIN if wishes.template == Template.ARRAY.value else None
     try:

@@ -24,7 +24,7 @@ def asked_of(
 
     ``default_partition`` is where Slurm puts a job that names none.
     """
-    wanted = job.resources
+    wanted, container = job.resources, job.container
     names: list[str | None] = [name for name in (wanted.partition or "").split(",") if name]
     per_task = wanted.cpus_per_task
     return Asked(
@@ -39,5 +39,7 @@ def asked_of(
         memory=wanted.mem,
         time=wanted.time,
         chained=job.chain is not None,
-        machine=machine,
+        # In a container it is the image's Python that has to be one of theirs.
+        machine=machine if container is None else None,
+        runtime=None if container is None or container.runtime is None else container.runtime.value,
     )

@@ -191,10 +191,10 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(file.job.setup, "setup")
     started = "supervise" if file.job.command is None else "execute"
+    started_by = template_name(file.job, site)
     via = "sbatch" if file.job.chain is None else VIA_ARRAY
     own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", via)
     lines = ((*own, "--"), *payload(file, site, run))
-    started_by = template_name(file.job, site)
     return (
         _templates()
         .get_template(started_by if file.job.chain is None else _ARRAY)

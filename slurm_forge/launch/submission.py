@@ -165,7 +165,7 @@ _SHOWN_DIFFERENCES = 10
 #: What of a job may be another at a later start: nothing that is computed follows from it.
 _MAY_CHANGE = (
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
-    "chain",
+    "template", "container", "chain",
 )  # fmt: skip
 #: And of its resources: not how many ranks there are, nor what each of them has.
 _RESOURCES = (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slurm_forge.control.interfaces import interface_of
+from slurm_forge.knobs import without_torchrun
 from slurm_forge.site.model import Site
 from slurm_forge.site.variables import (
     GLOO_INTERFACE,
@@ -89,7 +90,7 @@ def as_submitted(
     sbatch hands on what it is called with: in a successor that would count as the person's own,
     and stay for good.
     """
-    found = dict(here)
+    found = without_torchrun(here)
     for each in plan.variables:
         if found.get(each.name) == each.value and each.name not in file.job.env:
             del found[each.name]

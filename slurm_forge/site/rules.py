@@ -73,6 +73,8 @@ class Asked:
     memory: int | None = None
     time: timedelta | None = None
     machine: str | None = None
+    #: What is to run the job's container, where it has one and says so.
+    runtime: str | None = None
     #: Whether its attempts are tasks of one array, of which the next starts by itself.
     chained: bool = False
 
@@ -325,6 +327,13 @@ def _site_wide(asked: Asked, site: Site) -> Iterator[Finding]:
             severity=Severity.NOTE,
             message=f"{site.name}: compute nodes can't reach the internet; download before, and "
             "let trackers work offline.",
+        )
+    has = [each.runtime.value for each in site.containers]
+    if asked.runtime is not None and has and asked.runtime not in has:
+        yield _warning(
+            f"{site.name} runs containers with {' or '.join(has)} and the job asks for "
+            f"{asked.runtime} (container.runtime).",
+            None,
         )
     wanted = None if site.architecture is None else site.architecture.value
     if wanted is not None and asked.machine is not None and asked.machine != wanted:

@@ -109,13 +109,55 @@ def test_a_killed_rank_below_torchrun_is_relaunched(slurm: SlurmCluster, tmp_pat
     watched.wait(lambda s: len(s.attempts[0].launches) > 1, 40, "another launch")
     assert not any(words_of(each) for _, ranks in before.values() for each in ranks)
     again = ranks_of(slurm, watched)
-    # Who ends a shield ends all that is below it, and the run goes on.
+    # Who ends a shield ends all that is below it, and the run goes on.  No rank has said anything
+    # yet: that srun ends the step of a killed task must not look like somebody's scancel.
     os.kill(slurm.tasks(watched.job)[0].pid, signal.SIGKILL)
-    watched.wait(lambda s: len(s.attempts[0].launches) > 2, 40, "a third launch")
+    watched.wait(lambda s: len(s.attempts) > 1, 60, "the next rung: other nodes")
     assert not any(words_of(each) for below, ranks in again.values() for each in [below, *ranks])
     watched.wait_finished()
-    assert len(watched.state.attempts) == 1, watched.story()
+    assert causes(watched) == [Cause.CRASH, Cause.CRASH], watched.story()
     slurm.wait_for(lambda: not left_of(watched), 10, "nothing is left of the run")
+
+
+#: A program that knows nothing of us: each rank of torchrun counts, and saves when it is told.
+COUNTS = """
+import os, signal, sys, time
+from pathlib import Path
+rank, here = os.environ["RANK"], Path(sys.argv[1])
+told = []
+signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+saved = here / f"saved-{rank}"
+step = begun = int(saved.read_text()) if saved.exists() else 0
+with open(here / f"starts-{rank}", "a") as file:
+    file.write(f"{begun} of {os.environ['WORLD_SIZE']}\\n")
+while step < 100 and not told:
+    step += 1
+    time.sleep(0.1)
+saved.write_text(str(step))
+if step == 100 and rank == "0":
+    (here / "done").touch()
+"""
+
+
+@pytest.mark.slow
+def test_a_command_below_torchrun_is_told_and_brought_back(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    watched = run_of(
+        slurm, tmp_path, "counts", "preempt", template="torchrun", entry=None, args={},
+        command=[str(tmp_path / "counts.py"), str(tmp_path)],
+        program={"notify": "USR1", "done_file": str(tmp_path / "done")},
+    )  # fmt: skip
+    starts = [tmp_path / f"starts-{rank}" for rank in range(4)]
+    slurm.wait_for(lambda: all(each.exists() for each in starts), 60, "all ranks count")
+    slurm.preempt(watched.job)
+    watched.wait_finished()
+    for each in starts:
+        first, second = each.read_text().splitlines()
+        assert (first, second.partition(" ")[2]) == ("0 of 4", "of 4")
+        assert int(second.split()[0]) > 0, "it was not told, or did not go on"
+    assert causes(watched) == [Cause.PREEMPTED], watched.story()
 
 
 def container(tmp_path: Path, **more: object) -> dict:

@@ -145,7 +145,9 @@ def test_what_is_commented_out_can_be_used_too(way: Way) -> None:
 
 
 _KEY = re.compile(r"( *)# ((?:gpus_per_node|cpus_per_task|mem|time|partition|account):.*)")
-_BLOCK = re.compile(r"# ((?:program|recovery|setup|env|args):.*| {2}[a-z_]+: .*)")
+_BLOCK = re.compile(
+    r"# ((?:program|recovery|setup|env|args|template|container):.*| {2}[a-z_]+: .*)"
+)
 
 
 def _without_mark(line: str) -> str:

@@ -92,7 +92,7 @@ def test_a_command_is_started_as_one(shell: Shell, slurm: PretendSlurm, verb: st
     assert result.exit_code == 0, result.stderr
     script = (shell.folder / "runs" / "x" / "submissions" / "job.sbatch").read_text()
     assert "-m slurm_forge.launch.execute" in script
-    assert "touch" not in script, "the command belongs into run.yaml, not into a shell"
+    assert "    python '$(touch x).py'\n" in script, "a word of the shell, and nothing else"
 
 
 def test_an_option_that_the_site_refuses(shell: Shell, slurm: PretendSlurm) -> None:

@@ -77,6 +77,15 @@ OOM = (
 OLDER_OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0"
 CUDA_TEXT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.\n"
 
+#: As printed by 22.05.8: a task was killed, and srun ends the others.
+ENDED_BY_SRUN = (
+    "srun: error: n1: task 0: Killed\n"
+    "srun: launch/slurm: _step_signal: Terminating StepId=42.1\n"
+    "slurmstepd-n2: error: *** STEP 42.1 ON n2 CANCELLED AT 2026-11-22T21:42:34 ***\n"
+)
+#: And somebody's scancel of a step.
+STEP_CANCELLED = "slurmstepd-n2: error: *** STEP 42.1 ON n2 CANCELLED AT 2026-11-22T21:42:34 ***\n"
+
 STALL = Stall(
     cause=Cause.HANG, late_ranks=(3,), late_hosts=("n3",), step=50, since=timedelta(seconds=40),
     limit=timedelta(seconds=30), evidence=(Evidence("watchdog", "rank 3 stands still"),),
@@ -441,6 +450,41 @@ CASES = [
         Confidence.LIKELY,
         {"exit_status": 1, "launcher_text": "srun: error: Unable to create step"},
         says="Unable to create step",
+    ),
+    Case(
+        "a task was killed before its rank had said anything, and srun signalled the others",
+        Cause.CRASH,
+        Confidence.LIKELY,
+        {
+            **TERM,
+            "job": RUNNING,
+            "job_now": RUNNING,
+            "exit_status": 137,
+            "launcher_text": ENDED_BY_SRUN,
+            "batch_text": ENDED_BY_SRUN.replace("42.1", "42.0"),
+        },
+        hosts=("n1",),
+        rank=0,
+        says="task 0: Killed",
+    ),
+    Case(
+        "somebody cancelled the step, and srun had ended the step before it",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {
+            **TERM,
+            "job": RUNNING,
+            "job_now": RUNNING,
+            "exit_status": 143,
+            "batch_text": ENDED_BY_SRUN.replace("42.1", "42.0") + STEP_CANCELLED,
+        },
+        says="STEP 42.1",
+    ),
+    Case(
+        "preempted, and a task that died of it had srun end the others",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**TERM, "job": IN_GRACE, "job_now": IN_GRACE, "launcher_text": ENDED_BY_SRUN},
     ),
     Case(
         "all ranks left and nobody said why",
