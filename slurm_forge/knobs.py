@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_forge.errors import ConfigError
 
@@ -39,6 +40,8 @@ _RUNS = "SLURM_FORGE_RUNS"
 _NODES = "SLURM_FORGE_NODES"
 #: Where a user's programs keep what they remember (XDG Base Directory Specification).
 _STATE_HOME = "XDG_STATE_HOME"
+#: Where their settings are (the same).
+_CONFIG_HOME = "XDG_CONFIG_HOME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,20 @@ class Knobs:
     runs: str | None = None
     nodes: str | None = None
     state_home: str | None = None
+    config_home: str | None = None
+
+    @property
+    def config_folder(self) -> Path:
+        """Where this user's settings and site files lie (XDG Base Directory Specification)."""
+        home = self.config_home
+        # The specification: a relative path there is to be ignored.
+        folder = Path(home if home is not None and home.startswith("/") else "~/.config")
+        return folder.expanduser() / "slurm_forge"
+
+    @property
+    def settings_file(self) -> Path:
+        """The user's own settings, whether there are any or not (docs/configuration.md)."""
+        return self.config_folder / "config.yaml"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Knobs:
@@ -98,6 +115,7 @@ class Knobs:
             runs=environ.get(_RUNS) or None,
             nodes=environ.get(_NODES) or None,
             state_home=environ.get(_STATE_HOME) or None,
+            config_home=environ.get(_CONFIG_HOME) or None,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -121,6 +139,7 @@ class Knobs:
             _RUNS: self.runs,
             _NODES: self.nodes,
             _STATE_HOME: self.state_home,
+            _CONFIG_HOME: self.config_home,
         }
         return {name: value for name, value in given.items() if value}
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # A property is about values, not about time: a busy machine must not make one fail.  What finds
@@ -16,6 +21,8 @@ settings.load_profile("ci")
 
 # No test strikes nodes of the person who runs it, nor leaves out what that person's runs have.
 os.environ["SLURM_FORGE_NODES"] = "off"
+# Nor is anything of that person's settings what is tested.
+os.environ["XDG_CONFIG_HOME"] = "/nowhere/settings"
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every program
 # that a test starts and interrupts.
@@ -27,3 +34,24 @@ def pytest_collection_finish() -> None:
     """What is imported and collected lives until the end: no collection has to look at it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def numbers() -> Iterator[int]:
+    """What tells apart the folders of tests of one name."""
+    return itertools.count()
+
+
+@pytest.fixture
+def tmp_path(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, numbers: Iterator[int]
+) -> Path:
+    """A folder of the test's own, in pytest's.
+
+    pytest's own fixture looks for a free name among those of all tests before, which are thousands,
+    and keeps a link for each: milliseconds per test.
+    """
+    words = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{words}-{next(numbers)}"
+    path.mkdir(mode=0o700)
+    return path

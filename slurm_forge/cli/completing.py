@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cause_names", "run_names", "site_names"]
+__all__ = ["cause_names", "run_names", "setting_keys", "site_names"]
 
 #: Of more than these nobody chooses with the tab key.
 _MOST = 500
@@ -40,3 +40,12 @@ def cause_names(incomplete: str) -> list[str]:
     from slurm_forge.vocabulary.cause import Cause
 
     return [cause.value for cause in Cause if cause.value.startswith(incomplete)]
+
+
+def setting_keys(incomplete: str) -> list[str]:
+    """Keys of a job as ``--set`` takes them; what stands behind the ``=`` is left to the person."""
+    from slurm_forge.spec.layers import combined
+    from slurm_forge.spec.origins import job_values
+
+    keys = [f"{value.key}=" for value in job_values(combined((), None))]
+    return [key for key in keys if key.startswith(incomplete)][:_MOST]

@@ -147,8 +147,10 @@ def execute(
             },
             lead=lead,
         )
-        _refuse_missing(checked.command or (), runs_folder(runs) / checked.name)
-        places = site_places()
+        # A later start of the job must find the run, whatever settings were changed meanwhile.
+        folder = runs_folder(runs, begun=True)
+        _refuse_missing(checked.command or (), folder / checked.name)
+        places = site_places(begun=(folder / checked.name / "run.yaml").is_file())
         site = (
             places.load(GENERIC)
             if environment is None
@@ -156,7 +158,7 @@ def execute(
         )
         run, _ = open_run(
             checked,
-            runs=runs_folder(runs).absolute(),
+            runs=folder.absolute(),
             site=site.site,
             folder=Path.cwd(),
             partition=None if environment is None else environment.partition,

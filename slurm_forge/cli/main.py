@@ -18,6 +18,8 @@ from slurm_forge.cli import (
     asking,
     beginning,
     checkpoints,
+    config,
+    doctor,
     executing,
     exporting,
     looking,
@@ -53,6 +55,7 @@ app = typer.Typer(
 )
 
 app.command()(beginning.init)
+app.command()(doctor.doctor)
 app.command()(submitting.submit)
 app.command()(submitting.render)
 app.command()(running.run)
@@ -70,6 +73,7 @@ app.command()(exporting.export)
 app.command()(probe.probe)
 app.add_typer(nodes.app)
 app.add_typer(policy.app)
+app.add_typer(config.app)
 app.add_typer(sites.app)
 
 

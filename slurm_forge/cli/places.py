@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_forge.errors import RunDirectoryError
+from slurm_forge.errors import ForgeError, RunDirectoryError
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import process_environ
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from slurm_forge.node_ledger import NodeLedger
     from slurm_forge.site.loading import SitePlaces
     from slurm_forge.site.model import Site
+    from slurm_forge.spec.layers import Said
 
 __all__ = [
     "find_run",
@@ -21,6 +23,7 @@ __all__ = [
     "node_ledger",
     "reference",
     "run_names",
+    "runs_chosen",
     "runs_folder",
     "runs_of_submitit",
     "site_places",
@@ -30,12 +33,29 @@ __all__ = [
 _DEFAULT = Path("runs")
 
 
-def runs_folder(given: Path | None) -> Path:
-    """``--runs``, else SLURM_FORGE_RUNS, else ``./runs``."""
+def runs_folder(given: Path | None, said: Said | None = None, *, begun: bool = False) -> Path:
+    """``--runs``, else SLURM_FORGE_RUNS, else ``runs:`` of the settings, else ``./runs``.
+
+    ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
+    not from a job that may have ``begun`` its run.
+    """
+    return runs_chosen(given, said, begun=begun)[0]
+
+
+def runs_chosen(
+    given: Path | None, said: Said | None = None, *, begun: bool = False
+) -> tuple[Path, str]:
+    """As ``runs_folder``, and what names it."""
     if given is not None:
-        return given.expanduser()
-    knob = Knobs.from_environ(process_environ()).runs
-    return _DEFAULT if knob is None else Path(knob).expanduser()
+        return given.expanduser(), "--runs"
+    knobs = Knobs.from_environ(process_environ())
+    if knobs.runs is not None:
+        return Path(knobs.runs).expanduser(), "SLURM_FORGE_RUNS"
+    if said is None and not begun and os.path.lexists(knobs.settings_file):
+        from slurm_forge.spec.config_files import user_said
+
+        said = user_said(knobs, "runs")
+    return (_DEFAULT, "default") if said is None else (Path(said.value), str(said.place))
 
 
 def find_run(wanted: str, runs: Path | None) -> RunDirectory:
@@ -49,9 +69,9 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
     try:
         return RunDirectory.existing(folder / wanted)
     except RunDirectoryError:
-        here = Path(wanted)
-        if (here / "run.yaml").is_file():
-            return RunDirectory.existing(here)
+        for here in (Path(wanted), *([] if runs is not None else [_DEFAULT / wanted])):
+            if (here / "run.yaml").is_file():
+                return RunDirectory.existing(here)
         found = [] if runs is not None else _made_by_submitit(wanted)
         if len(found) == 1:
             return RunDirectory.existing(found[0])
@@ -60,15 +80,18 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
 
 def reference(run: RunDirectory) -> str:
     """What to type to mean this run from the current folder: its name where that is enough."""
-    usual = RunDirectory.at(runs_folder(None) / run.name)
-    return run.name if usual.path == run.path else _shortest(run.path)
+    try:
+        usual = RunDirectory.at(runs_folder(None) / run.name).path
+    except ForgeError:
+        usual = None  # settings that can't be read: whoever types a name will be told
+    return run.name if usual == run.path else _shortest(run.path)
 
 
-def site_places() -> SitePlaces:
-    """Where site files are looked for."""
+def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
+    """Where site files are looked for; what ``said`` and ``begun`` are, ``launch.sites`` says."""
     from slurm_forge.launch.sites import site_places as places
 
-    return places()
+    return places(said, begun=begun)
 
 
 def node_ledger(site: Site, cluster: str | None) -> NodeLedger:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurm_forge.cli.completing import cause_names
+from slurm_forge.cli.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.vocabulary.cause import Cause
@@ -64,6 +65,7 @@ def test(
             "--site", metavar="NAME|FILE", help="Site, for its variables (SLURM_FORGE_SITE)."
         ),
     ] = None,
+    settings: Settings = None,
     json: Annotated[
         bool, typer.Option("--json", help="For programs: the keys stay as they are.")
     ] = False,
@@ -76,22 +78,25 @@ def test(
     Examples:
       slurm-forge policy test train.yaml --cause preempted
       slurm-forge policy test train.yaml --cause non_finite --at 1200 --repeat 3
+      slurm-forge policy test train.yaml --cause cuda_oom --set recovery.cuda_oom.times=2
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.cli.places import site_places
     from slurm_forge.errors import ForgeError
+    from slurm_forge.knobs import Knobs
     from slurm_forge.recovery.rehearsal import Assumed, rehearse
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.policy_text import policy_test, policy_text
     from slurm_forge.site.variables import effective
     from slurm_forge.slurm.environment import process_environ
-    from slurm_forge.spec import load_job
+    from slurm_forge.spec.config_files import layered_job
 
     try:
         meant = _cause(cause)
-        spec = load_job(job)
-        places = site_places()
-        known = None if site is None and places.knob is None else places.load(site).site
+        found_job = layered_job(job, Knobs.from_environ(process_environ()), settings or [])
+        spec = found_job.job
+        places = site_places(found_job.site)
+        known = None if site is None and places.said() is None else places.load(site).site
     except (ForgeError, OSError) as error:
         fail(error)
     assumed = Assumed(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.documents import Document, build, read
+from slurm_forge.documents import Document, KeyPath, Place
 from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.knobs import Knobs
 from slurm_forge.launch.asking import asked_of
 from slurm_forge.launch.entry_check import check_entry
 from slurm_forge.launch.script import asked_options
@@ -16,7 +17,10 @@ from slurm_forge.launch.submission import create_run, job_script, keep_successor
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import Severity, findings
+from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.config_files import layered_job
+from slurm_forge.spec.layers import Said
 from slurm_forge.spec.resources import key_of_option
 from slurm_forge.spec.run_file import RunFile
 
@@ -30,18 +34,31 @@ class Checked:
     job: JobSpec
     path: Path
     doubts: tuple[str, ...]
-    #: The file's own keys, and the lines that they stand on.
+    #: What was written, and where: in the job file, the settings below it and the options above.
     document: Document
+    #: Which site and which folder of runs the settings name.
+    site: Said | None = None
+    runs: Said | None = None
 
 
-def check(path: Path) -> Checked:
-    """Read a job file and look at everything that can be seen without starting it."""
-    document = read(path)
-    job = build(JobSpec, document)
+def check(path: Path, settings: Sequence[str] = ()) -> Checked:
+    """Read a job file and look at everything that can be seen without starting it.
+
+    It lies over the project's and the user's settings, and under ``settings`` (``--set``).
+    """
+    found = layered_job(path, Knobs.from_environ(process_environ()), settings)
+    job = found.job
     doubts: tuple[str, ...] = ()
     if job.entry is not None:
         doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
-    return Checked(job=job, path=path, doubts=doubts, document=document)
+    return Checked(
+        job=job,
+        path=path,
+        doubts=doubts,
+        document=found.document,
+        site=found.site,
+        runs=found.runs,
+    )
 
 
 def make(
@@ -71,15 +88,15 @@ def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:
     errors = [each for each in found if each.severity is Severity.ERROR]
     if not errors:
         return
-    places = [_line(checked, each.option) for each in errors]
+    places = [_place(checked, each.option) for each in errors]
     more = [
-        str(ConfigError(each.message, path=checked.path, line=line))
-        for each, line in zip(errors[1:], places[1:], strict=True)
+        str(ConfigError(each.message, path=place.source, line=place.line))
+        for each, place in zip(errors[1:], places[1:], strict=True)
     ]
     raise ConfigError(
         "\n".join([errors[0].message, *more]),
-        path=checked.path,
-        line=places[0],
+        path=places[0].source,
+        line=places[0].line,
         next_step=errors[0].advice,
     )
 
@@ -89,21 +106,22 @@ def place_of(checked: Checked) -> Callable[[str], str]:
 
     def place(option: str) -> str:
         key = _key_there(checked, option)
-        return "" if key is None else f"{checked.path}:{checked.document.line_of(key)}"
+        return "" if key is None else str(checked.document.place_of(key))
 
     return place
 
 
-def _line(checked: Checked, option: str | None) -> int | None:
-    """The line of the key; of a key that is missing, the line of the section that it belongs to."""
+def _place(checked: Checked, option: str | None) -> Place:
+    """Where the key is; of a key that is missing, where the section is that it belongs to."""
     key = None if option is None else _key_there(checked, option) or key_of_option(option)
-    return None if key is None else checked.document.line_of(key)
+    return Place(str(checked.path)) if key is None else checked.document.place_of(key)
 
 
-def _key_there(checked: Checked, option: str) -> tuple[str, ...] | None:
+def _key_there(checked: Checked, option: str) -> KeyPath | None:
     gpus = ("gpus-per-node", "gpus-per-task", "gpus", "gres")
     for each in gpus if option in gpus else (option,):
-        if (key := key_of_option(each)) in checked.document.lines:
+        key = key_of_option(each)
+        if checked.document.written_at(key) is not None:
             return key
     return None
 

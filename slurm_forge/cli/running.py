@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurm_forge.cli.rehearsing import Inject
+from slurm_forge.cli.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
@@ -26,10 +27,13 @@ def run(
     runs: Annotated[
         Path | None,
         typer.Option(
-            "--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."
+            "--runs",
+            metavar="DIR",
+            help="Folder of runs (SLURM_FORGE_RUNS, runs: of your settings, else ./runs).",
         ),
     ] = None,
     inject: Inject = None,
+    settings: Settings = None,
     json: Annotated[
         bool, typer.Option("--json", help="Say nothing until the end, then explain as JSON.")
     ] = False,
@@ -45,12 +49,13 @@ def run(
       slurm-forge run train.yaml
       slurm-forge run train.yaml --ranks 2 --runs tried
       slurm-forge run train.yaml --inject nan@120,kill@350:rank0
+      slurm-forge run train.yaml --set args.max_steps=50 --set name=tried
     """
     from slurm_forge.cli.failing import INTERRUPTED
     from slurm_forge.cli.places import reference
     from slurm_forge.launch.local import ENDED_BY_SIGNAL
 
-    found, file = _prepared(job, runs, inject or [], ranks)
+    found, file = _prepared(job, runs, inject or [], settings or [], ranks)
     if found.is_done():
         if json:
             _tell(found, as_json=True)
@@ -65,7 +70,7 @@ def run(
         typer.echo(f"\ninterrupted.   see: slurm-forge status {reference(found)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     stopped = code > ENDED_BY_SIGNAL and _stopped(
-        found, again=_typed(job, ranks, runs, inject or [])
+        found, again=_typed(job, ranks, runs, inject or [], settings or [])
     )
     if json or not stopped:
         if not json:
@@ -86,7 +91,9 @@ def _stopped(found: RunDirectory, *, again: str) -> bool:
     return state.status not in (RunStatus.HELD, RunStatus.FINISHED)
 
 
-def _typed(job: Path, ranks: int | None, runs: Path | None, inject: list[str]) -> str:
+def _typed(
+    job: Path, ranks: int | None, runs: Path | None, inject: list[str], settings: list[str]
+) -> str:
     """The command that was given."""
     import shlex
 
@@ -95,11 +102,13 @@ def _typed(job: Path, ranks: int | None, runs: Path | None, inject: list[str]) -
     words += [] if runs is None else ["--runs", str(runs)]
     for faults in inject:
         words += ["--inject", faults]
+    for setting in settings:
+        words += ["--set", setting]
     return shlex.join(words)
 
 
 def _prepared(
-    path: Path, runs: Path | None, inject: list[str], ranks: int | None
+    path: Path, runs: Path | None, inject: list[str], settings: list[str], ranks: int | None
 ) -> tuple[RunDirectory, RunFile]:
     """The run of the job file: a new one, or the one that was begun with it."""
     import shlex
@@ -113,7 +122,7 @@ def _prepared(
     from slurm_forge.site.detection import GENERIC
     from slurm_forge.spec.run_file import read_run_file
 
-    checked = check(path)
+    checked = check(path, settings)
     if checked.job.entry is None:
         raise ConfigError(
             "command: slurm-forge run trains an entry",
@@ -124,7 +133,7 @@ def _prepared(
     checked = rehearsed(checked, inject, ranks=count)
     for doubt in checked.doubts:
         typer.echo(doubt, err=True)
-    folder = runs_folder(runs)
+    folder = runs_folder(runs, checked.runs)
     found = RunDirectory.at(folder / checked.job.name)
     if not found.spec_file.is_file() or untouched(found):
         return make(checked, runs=folder, site=site_places().load(GENERIC).site)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli import sites_check
+from slurm_forge.cli import sites_check, sites_detect
 from slurm_forge.cli.completing import site_names
 
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces
 
-__all__ = ["app"]
+__all__ = ["ValueShown", "app", "cluster_name", "values_here"]
 
 _PATIENCE_S = 5.0
 
@@ -79,6 +79,7 @@ class SiteShown:
 
 app.command()(sites_check.check)
 app.command()(sites_check.schema)
+app.command()(sites_detect.detect)
 
 
 @app.command("list")
@@ -131,7 +132,8 @@ def show(
         str | None,
         typer.Argument(
             metavar="[NAME|FILE]",
-            help="The site; without it SLURM_FORGE_SITE, else the one that this cluster is.",
+            help="The site; without it SLURM_FORGE_SITE, site: in your config.yaml, else the one "
+            "that this cluster is.",
             show_default=False,
             autocompletion=site_names,
         ),
@@ -156,14 +158,14 @@ def show(
     from slurm_forge.site.origins import unknown_keys
 
     places = site_places()
-    named = site is not None or places.knob is not None
-    loaded = places.load(site, cluster_name=None if named else _cluster_name())
+    named = site is not None or places.said() is not None
+    loaded = places.load(site, cluster_name=None if named else cluster_name())
     shown = SiteShown(
         name=loaded.site.name,
         path=str(loaded.path.absolute()),
         origin=_origin(loaded.path, places),
         because=loaded.because,
-        values=_values(loaded),
+        values=values_here(loaded),
         unknown=unknown_keys(loaded.site),
     )
     if json:
@@ -184,7 +186,8 @@ def show(
         typer.echo(f"  not known: {', '.join(shown.unknown)}")
 
 
-def _values(loaded: LoadedSite) -> tuple[ValueShown, ...]:
+def values_here(loaded: LoadedSite) -> tuple[ValueShown, ...]:
+    """Everything that is known, beside what the environment of this command has."""
     from slurm_forge.site.origins import values_of
     from slurm_forge.site.variables import NCCL_INTERFACE, DifferenceKind, differences
     from slurm_forge.slurm.environment import process_environ
@@ -209,7 +212,7 @@ def _origin(path: Path, places: SitePlaces) -> str:
     return "packaged" if path.parent == places.packaged else "yours"
 
 
-def _cluster_name() -> str | None:
+def cluster_name() -> str | None:
     """Slurm's, where it answers at once."""
     from datetime import timedelta
 

@@ -11,11 +11,14 @@ import typer
 
 from slurm_forge.cli.completing import site_names
 from slurm_forge.cli.rehearsing import Inject
+from slurm_forge.cli.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.site.model import Site
+    from slurm_forge.slurm.accounts import QosRecord
     from slurm_forge.slurm.client import Slurm
-    from slurm_forge.slurm.records import PartitionRecord
+    from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
+    from slurm_forge.spec.layers import Said
 
 __all__ = ["Submission", "render", "submit"]
 
@@ -25,13 +28,17 @@ SiteName = Annotated[
     typer.Option(
         "--site",
         metavar="NAME|FILE",
-        help="Site (SLURM_FORGE_SITE, else what Slurm is called).",
+        help="Site (SLURM_FORGE_SITE, site: of your settings, else what Slurm is called).",
         autocompletion=site_names,
     ),
 ]
 Runs = Annotated[
     Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+    typer.Option(
+        "--runs",
+        metavar="DIR",
+        help="Folder of runs (SLURM_FORGE_RUNS, runs: of your settings, else ./runs).",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
 
@@ -64,6 +71,7 @@ def submit(
     site: SiteName = None,
     runs: Runs = None,
     inject: Inject = None,
+    settings: Settings = None,
     json: Json = False,
 ) -> None:
     """Check a job, make its run, hand it to Slurm.
@@ -72,6 +80,7 @@ def submit(
     Examples:
       slurm-forge submit train.yaml
       slurm-forge submit train.yaml --site generic
+      slurm-forge submit train.yaml --set resources.nodes=4 --set args.lr=3e-4
       slurm-forge submit train.yaml --inject term@100:rank0
     """
     from slurm_forge.cli.failing import fail
@@ -80,7 +89,9 @@ def submit(
 
     slurm = SubprocessSlurm.of_this_process()
     try:
-        submission, follow = _submit(job, site, runs, inject or [], slurm, quiet=json)
+        submission, follow = _submit(
+            job, site, runs, inject or [], settings or [], slurm, quiet=json
+        )
     except SlurmUnreachableError as error:
         asked = error.argv[:1] == ("sbatch",)
         fail(error, _UNKNOWN if asked and error.returncode != _NOT_THERE else _NOTHING)
@@ -107,6 +118,7 @@ def _submit(
     site: str | None,
     runs: Path | None,
     inject: list[str],
+    settings: list[str],
     slurm: Slurm,
     *,
     quiet: bool,
@@ -124,10 +136,11 @@ def _submit(
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
 
-    checked = check(path)
+    checked = check(path, settings)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
-    chosen = _choose(site, slurm, need_slurm=True)
-    place = RunDirectory.at(runs_folder(runs) / checked.job.name)
+    chosen = _choose(site, slurm, checked.site, need_slurm=True)
+    folder = runs_folder(runs, checked.runs)
+    place = RunDirectory.at(folder / checked.job.name)
     refuse(checked, chosen.site, place)
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
@@ -138,7 +151,7 @@ def _submit(
             checked.job,
             chosen.site,
             default_partition=chosen.default_partition,
-            storage=storage_at(chosen.site, runs_folder(runs), process_environ()),
+            storage=storage_at(chosen.site, folder, process_environ()),
             machine=os.uname().machine,
             options=asked_options(checked.job, chosen.site, place),
             where=place_of(checked),
@@ -149,7 +162,7 @@ def _submit(
     if not quiet:
         for note in notes:
             typer.echo(note)
-    run, file = make(checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file)
+    run, file = make(checked, runs=folder, site=chosen.site, site_file=chosen.named_file)
     job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
     submission = Submission(
         run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
@@ -168,7 +181,13 @@ class Rendering:
     notes: tuple[str, ...]
 
 
-def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = False) -> None:
+def render(
+    job: Job,
+    site: SiteName = None,
+    runs: Runs = None,
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
     """Make the run of a job and print its batch script.
 
     The script starts the run, so the run's folder is made, as submit does; rendering again
@@ -178,6 +197,7 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     Examples:
       slurm-forge render train.yaml
       slurm-forge render train.yaml | sbatch
+      slurm-forge render train.yaml --set resources.partition=long
     """
     from slurm_forge.cli.failing import fail
     from slurm_forge.cli.places import runs_folder
@@ -189,10 +209,14 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     from slurm_forge.slurm.environment import process_environ
 
     try:
-        checked = check(job)
-        chosen = _choose(site, SubprocessSlurm.of_this_process(), need_slurm=False)
+        checked = check(job, settings or [])
+        slurm = SubprocessSlurm.of_this_process()
+        chosen = _choose(site, slurm, checked.site, need_slurm=False)
         run, file = make(
-            checked, runs=runs_folder(runs), site=chosen.site, site_file=chosen.named_file
+            checked,
+            runs=runs_folder(runs, checked.runs),
+            site=chosen.site,
+            site_file=chosen.named_file,
         )
         notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
         text = script_of(file, chosen.site, run)
@@ -217,14 +241,14 @@ def render(job: Job, site: SiteName = None, runs: Runs = None, json: Json = Fals
     typer.echo(text, nl=False)
 
 
-def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
-    """The site with what Slurm itself says filled in."""
+def _choose(wanted: str | None, slurm: Slurm, said: Said | None, *, need_slurm: bool) -> _Chosen:
+    """The site with what Slurm itself says filled in; ``said`` is the one of the settings."""
     from slurm_forge.cli.places import site_places
     from slurm_forge.errors import SlurmCommandError
     from slurm_forge.site.detection import fill_from_slurm
 
-    places = site_places()
-    if wanted is not None:
+    places = site_places(said)
+    if wanted is not None or places.said() is not None:
         places.load(wanted)  # a wrong name is told before Slurm is asked anything
     try:
         config, partitions = slurm.show_config(), slurm.show_partitions()
@@ -236,11 +260,28 @@ def _choose(wanted: str | None, slurm: Slurm, *, need_slurm: bool) -> _Chosen:
         return _Chosen(loaded.site, loaded.because, None, named_file=named)
     loaded = places.load(wanted, cluster_name=config.cluster_name)
     default = next((one.name for one in partitions if one.is_default), None)
+    qos, default_qos = _qos(slurm, config, default)
     return _Chosen(
-        site=fill_from_slurm(loaded.site, config, partitions),
+        site=fill_from_slurm(loaded.site, config, partitions, qos, default_qos),
         because=loaded.because,
         default_partition=default,
         cluster=config.cluster_name,
         partitions=partitions,
         named_file=places.named_file(wanted),
     )
+
+
+def _qos(
+    slurm: Slurm, config: ConfigRecord, partition: str | None
+) -> tuple[tuple[QosRecord, ...], str | None]:
+    """All QOS and the one of jobs that name none; nothing where preemption does not go by them."""
+    from slurm_forge.person import person
+    from slurm_forge.site.contract import goes_by_qos
+    from slurm_forge.site.usable import Person, qos_of
+    from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.slurm.survey import survey_accounts
+
+    if not goes_by_qos(config) or not isinstance(slurm, SubprocessSlurm):
+        return (), None
+    survey = survey_accounts(slurm, person(), config)
+    return survey.qos or (), qos_of(survey, Person(), partition)

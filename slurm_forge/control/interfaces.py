@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-__all__ = ["interface_of", "interfaces", "preferred_address"]
+__all__ = ["interface_addresses", "interface_of", "interfaces", "preferred_address"]
 
 #: ioctl: the IPv4 address of an interface (Linux, netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -61,3 +61,9 @@ def _address_of(interface: str) -> str | None:
         answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, asked)
         return socket.inet_ntoa(answer[20:24])
     return None
+
+
+def interface_addresses() -> tuple[tuple[str, str], ...]:
+    """Name and IPv4 address of each interface of this node that has one, the loopback left out."""
+    found = ((name, _address_of(name)) for name in interfaces())
+    return tuple((name, at) for name, at in found if at is not None and not at.startswith("127."))

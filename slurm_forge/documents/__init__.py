@@ -7,24 +7,53 @@ so are duplicate keys, tags, anchors and merge keys.
 
 from __future__ import annotations
 
-from slurm_forge.documents.building import build, build_plain, wrong_key
+from slurm_forge.documents.building import (
+    Mistake,
+    build,
+    build_plain,
+    error_of,
+    mistakes,
+    wrong_key,
+)
 from slurm_forge.documents.differences import differences
 from slurm_forge.documents.hints import did_you_mean, nearest
-from slurm_forge.documents.keypath import KeyPath
-from slurm_forge.documents.reading import MAX_BYTES, Document, load, read
-from slurm_forge.documents.writing import dump
+from slurm_forge.documents.keypath import KeyPath, dotted, leading
+from slurm_forge.documents.layers import merged, paths_in, with_value, without
+from slurm_forge.documents.reading import (
+    DEFAULT,
+    MAX_BYTES,
+    Document,
+    Place,
+    load,
+    load_value,
+    read,
+)
+from slurm_forge.documents.writing import dump, flow
 
 __all__ = [
+    "DEFAULT",
     "MAX_BYTES",
     "Document",
     "KeyPath",
+    "Mistake",
+    "Place",
     "build",
     "build_plain",
     "did_you_mean",
     "differences",
+    "dotted",
     "dump",
+    "error_of",
+    "flow",
+    "leading",
     "load",
+    "load_value",
+    "merged",
+    "mistakes",
     "nearest",
+    "paths_in",
     "read",
+    "with_value",
+    "without",
     "wrong_key",
 ]

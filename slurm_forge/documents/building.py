@@ -6,7 +6,8 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import pydantic
@@ -14,11 +15,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from slurm_forge.documents.hints import did_you_mean
 from slurm_forge.documents.keypath import KeyPath, dotted
-from slurm_forge.documents.reading import Document
+from slurm_forge.documents.reading import DEFAULT, Document, Place
 from slurm_forge.documents.scalars import shorten
 from slurm_forge.errors import ConfigError
 
-__all__ = ["build", "build_plain", "wrong_key"]
+__all__ = ["Mistake", "build", "build_plain", "error_of", "mistakes", "wrong_key"]
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 _MAX_SHOWN = 10
@@ -50,24 +51,73 @@ _EXPECTED = {
 }
 
 
-def wrong_key(path: str | KeyPath, message: str) -> PydanticCustomError:
-    """Error to raise in a validator about a key (or a path of keys) inside what it validates."""
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """What is wrong, and where it is written."""
+
+    text: str
+    place: Place
+
+    def __str__(self) -> str:
+        return str(ConfigError(self.text, path=self.place.source, line=self.place.line))
+
+
+def wrong_key(
+    path: str | KeyPath, message: str, *, because: str | KeyPath = ()
+) -> PydanticCustomError:
+    """Error to raise in a validator about a key (or a path of keys) inside what it validates.
+
+    ``because`` is the other key that it does not go with: where that one stands in another file,
+    the message says which.
+    """
     keys = (path,) if isinstance(path, str) else path
-    return PydanticCustomError("wrong_key", "{message}", {"keys": keys, "message": message})
+    other = (because,) if isinstance(because, str) else because
+    context = {"keys": keys, "message": message, "because": other}
+    return PydanticCustomError("wrong_key", "{message}", context)
 
 
-def build(model: type[Model], document: Document) -> Model:
+def build(model: type[Model], document: Document, *, besides: Sequence[Mistake] = ()) -> Model:
     """Value of ``model`` in a document; one ``ConfigError`` names all mistakes, first by line.
 
     Values are taken in pydantic's strict JSON mode: ``"3"`` is not a number and 1 is not true.
     (What a before-validator returns is a Python value to it: a list stays out of a tuple.)
     Unknown keys get the nearest known one as hint; a model's class variable ``known_as`` (other
-    name -> key) adds names that people know from elsewhere.
+    name -> key) adds names that people know from elsewhere.  ``besides`` are mistakes that were
+    found before, and are told first.
+    """
+    found = list(besides)
+    try:
+        value = model.model_validate_json(json.dumps(document.data), strict=True)
+        if not found:
+            return value
+    except pydantic.ValidationError as error:
+        found += _mistakes(model, document, error)
+    raise error_of(list(dict.fromkeys(found)))
+
+
+def mistakes(
+    model: type[pydantic.BaseModel], document: Document, *, by_itself: bool = True
+) -> tuple[Mistake, ...]:
+    """What ``build`` would refuse, in the order in which it tells it.
+
+    A document that is only a part of a whole is not ``by_itself``: what its keys have to do with
+    each other can't be said before the rest is there.
     """
     try:
-        return model.model_validate_json(json.dumps(document.data), strict=True)
+        model.model_validate_json(json.dumps(document.data), strict=True)
     except pydantic.ValidationError as error:
-        raise _config_error(model, document, error) from None
+        return _mistakes(model, document, error, by_itself=by_itself)
+    return ()
+
+
+def error_of(found: Sequence[Mistake]) -> ConfigError:
+    """One error that names them all."""
+    first, *rest = found
+    others = [str(mistake) for mistake in rest]
+    if len(others) > _MAX_SHOWN:
+        others[_MAX_SHOWN:] = [f"and {len(others) - _MAX_SHOWN} more"]
+    text = "\n".join([first.text, *others])
+    return ConfigError(text, path=first.place.source, line=first.place.line)
 
 
 def build_plain(model: type[Model], data: Mapping[str, Any], source: str | None = None) -> Model:
@@ -75,7 +125,7 @@ def build_plain(model: type[Model], data: Mapping[str, Any], source: str | None 
     try:
         return model.model_validate(dict(data))
     except pydantic.ValidationError as error:
-        raise _config_error(model, Document(dict(data), source), error) from None
+        raise error_of(_mistakes(model, Document(dict(data), source), error)) from None
     except UnicodeEncodeError as error:  # pydantic can't even say what is wrong with it
         raise ConfigError(
             f"half of a surrogate pair is not text: {error.object!a}",
@@ -84,21 +134,47 @@ def build_plain(model: type[Model], data: Mapping[str, Any], source: str | None 
         ) from None
 
 
-def _config_error(
-    model: type[pydantic.BaseModel], document: Document, error: pydantic.ValidationError
-) -> ConfigError:
-    found: dict[str, int | None] = {}
+def _mistakes(
+    model: type[pydantic.BaseModel],
+    document: Document,
+    error: pydantic.ValidationError,
+    *,
+    by_itself: bool = True,
+) -> tuple[Mistake, ...]:
+    found: dict[str, Mistake] = {}
     for detail in error.errors(include_url=False):
+        if not by_itself and _is_between_keys(model, document.data, detail):
+            continue
         path, message = _explained(model, document.data, detail)
+        place = document.place_of(path)
+        message += _elsewhere(document, detail, place)
         text = f"{dotted(path)}: {message}" if path else message
-        found.setdefault(text, document.line_of(path))
-    # By line; what has none keeps the order of the model, which is the order of the manual.
-    ordered = sorted(found.items(), key=lambda item: item[1] or 0)
-    (first, line), *rest = ordered
-    others = [str(ConfigError(text, path=document.path, line=at)) for text, at in rest]
-    if len(others) > _MAX_SHOWN:
-        others[_MAX_SHOWN:] = [f"and {len(others) - _MAX_SHOWN} more"]
-    return ConfigError("\n".join([first, *others]), path=document.path, line=line)
+        found.setdefault(text, Mistake(text, place))
+    # File by file and by line; what has none keeps the order of the model, which is that of the
+    # manual.
+    sources = list(dict.fromkeys([*document.sources.values(), document.path]))
+    return tuple(
+        sorted(found.values(), key=lambda it: (sources.index(it.place.source), it.place.line or 0))
+    )
+
+
+def _is_between_keys(model: type[pydantic.BaseModel], data: Any, detail: ErrorDetails) -> bool:
+    """Whether a section as a whole was refused, of which each key is fine."""
+    if detail["type"] not in ("wrong_key", "value_error") or not _is_mapping(detail["input"]):
+        return False
+    return bool(_models_at(model, _path_in(data, detail["loc"])))
+
+
+def _elsewhere(document: Document, detail: ErrorDetails, place: Place) -> str:
+    """Where the other key of two stands that do not go together, if that is another file."""
+    because = detail.get("ctx", {}).get("because")
+    if not because:
+        return ""
+    other = (*_path_in(document.data, detail["loc"]), *because)
+    found = document.written_at(other)
+    if found is None or found.source in (place.source, DEFAULT):
+        return ""
+    return f" ({dotted(other)}: {found})"
 
 
 def _explained(
@@ -147,17 +223,19 @@ def _path_in(data: Any, location: tuple[str | int, ...]) -> KeyPath:
 
 def _keys_at(model: type[pydantic.BaseModel], path: KeyPath) -> tuple[list[str], dict[str, str]]:
     """The keys that the model knows at ``path``, and the other names for them."""
+    keys: list[str] = []
+    aliases: dict[str, str] = {}
+    for candidate in _models_at(model, path):
+        keys += candidate.model_fields
+        aliases.update(getattr(candidate, "known_as", {}))
+    return keys, aliases
+
+
+def _models_at(model: type[pydantic.BaseModel], path: KeyPath) -> list[type[pydantic.BaseModel]]:
     here: list[Any] = [model]
     for part in path:
         here = [inner for outer in here for inner in _inside(outer, part)]
-    keys: list[str] = []
-    aliases: dict[str, str] = {}
-    for kind in here:
-        for candidate in _alternatives(kind):
-            if _is_model(candidate):
-                keys += candidate.model_fields
-                aliases.update(getattr(candidate, "known_as", {}))
-    return keys, aliases
+    return [each for kind in here for each in _alternatives(kind) if _is_model(each)]
 
 
 def _inside(annotation: Any, part: str | int) -> Iterator[Any]:
@@ -168,6 +246,10 @@ def _inside(annotation: Any, part: str | int) -> Iterator[Any]:
         elif arguments := typing.get_args(candidate):
             # The values of a mapping come last, the items of a list first.
             yield arguments[-1 if isinstance(part, str) else 0]
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, (Mapping, pydantic.BaseModel))
 
 
 def _is_model(kind: Any) -> TypeGuard[type[pydantic.BaseModel]]:

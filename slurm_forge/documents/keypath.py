@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import re
 
-__all__ = ["KeyPath", "dotted"]
+__all__ = ["KeyPath", "dotted", "leading"]
 
 #: Keys of mappings and indices of lists, from the top.
 KeyPath = tuple[str | int, ...]
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: One key or index of a dotted path; what is no plain key stands quoted in brackets, as in JSON.
+_PART = re.compile(
+    r"(?P<key>(?:^|\.)[A-Za-z0-9_-]+)|\[(?P<index>[0-9]{1,6})\]"
+    r'|\[(?P<quoted>"(?:[^"\\]|\\.)*")\]'
+)
 
 
 def dotted(path: KeyPath) -> str:
@@ -24,3 +29,33 @@ def dotted(path: KeyPath) -> str:
         else:
             text += f"[{json.dumps(part[:64])}]"
     return text
+
+
+def leading(text: str) -> tuple[KeyPath, str]:
+    """The path that a text begins with, as ``dotted`` writes it, and what follows it."""
+    parts: list[str | int] = []
+    at = 0
+    while (found := _PART.match(text, at)) is not None:
+        if found["key"] is not None:
+            if not parts and found["key"].startswith("."):
+                break
+            parts.append(found["key"].lstrip("."))
+        elif found["index"] is not None:
+            parts.append(int(found["index"]))
+        else:
+            key = _unquoted(found["quoted"])
+            if key is None:
+                break
+            parts.append(key)
+        at = found.end()
+    return tuple(parts), text[at:]
+
+
+def _unquoted(text: str) -> str | None:
+    """The key that a JSON text stands for; None for what is none, such as half a surrogate pair."""
+    try:
+        key = str(json.loads(text))
+        key.encode()
+    except ValueError:
+        return None
+    return key

@@ -6,7 +6,6 @@ import os
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -17,7 +16,7 @@ from slurm_forge.documents.scalars import is_plain_text, plain_value, shorten
 from slurm_forge.errors import ConfigError, UnsafeFileError
 from slurm_forge.files import read_bounded, read_trusted
 
-__all__ = ["MAX_BYTES", "Document", "load", "read"]
+__all__ = ["DEFAULT", "MAX_BYTES", "Document", "Place", "load", "load_value", "read"]
 
 MAX_BYTES = 1 << 20
 _MAX_DEPTH = 32
@@ -32,13 +31,49 @@ _CORE_TAGS: dict[str, tuple[type, ...]] = {
 }
 
 
+#: The source of what nobody has written.
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value is written: a file and its line (from 1), or an option of the command line."""
+
+    source: str | None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.source or ''}" + ("" if self.line is None else f":{self.line}")
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain values of one file, and the line (from 1) of every key and list item."""
+    """Plain values of one file, and the line (from 1) of every key and list item.
+
+    Of several files that were laid over each other (``documents.layers``) ``sources`` says which
+    one a key is from, and ``whole`` which mappings replace what lies below, instead of adding to
+    it.
+    """
 
     data: dict[str, Any]
     path: str | None = None
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    sources: Mapping[KeyPath, str | None] = field(default_factory=dict)
+    whole: frozenset[KeyPath] = frozenset()
+
+    def place_of(self, path: KeyPath) -> Place:
+        """Where the key or item is written, or the nearest one around it that somebody wrote."""
+        for end in range(len(path), -1, -1):
+            found = self.written_at(path[:end])
+            if found is not None and found.source != DEFAULT:
+                return found
+        return Place(self.path)
+
+    def written_at(self, path: KeyPath) -> Place | None:
+        """Where this very key or item is written; None where it is not."""
+        if path in self.lines or path in self.sources:
+            return Place(self.sources.get(path, self.path), self.lines.get(path))
+        return None
 
     def line_of(self, path: KeyPath) -> int | None:
         """Line of the key or item, or of the nearest one around it; ``None`` without a text."""
@@ -48,40 +83,57 @@ class Document:
         return None
 
 
-def read(path: str | os.PathLike[str], *, trusted: bool = False) -> Document:
+def read(
+    path: str | os.PathLike[str],
+    *,
+    trusted: bool = False,
+    shown: str | None = None,
+    may_be_empty: bool = False,
+) -> Document:
     """Document in a file of at most 1 MiB; ``ConfigError`` names file and line of a mistake.
 
     ``trusted`` is for files that were found rather than named by the user: only we or root may be
-    able to write them, else ``UnsafeFileError``.
+    able to write them, else ``UnsafeFileError``.  ``shown`` is what people call the file, and
+    ``may_be_empty`` one in which everything may be left out.
     """
+    name = os.fspath(path) if shown is None else shown
     try:
         data = (read_trusted if trusted else read_bounded)(path, MAX_BYTES)
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise ConfigError("not UTF-8 text", path=Path(path), line=line) from None
-    except UnsafeFileError as error:
+        raise ConfigError("not UTF-8 text", path=name, line=line) from None
+    except UnsafeFileError:
         if trusted:
             raise
         # The user named the file: its size is the only thing that can be wrong with it.
-        raise ConfigError(error.message, path=Path(path), next_step=error.next_step) from None
+        raise ConfigError(
+            f"larger than {MAX_BYTES} bytes",
+            path=name,
+            next_step="Nothing that is written by hand grows that large: is it the right file?",
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"can't be read: {os.strerror(error.errno or 0)}",
-            path=Path(path),
+            path=name,
             next_step="Check the path; a relative one starts at the current folder.",
         ) from error
-    return load(text, path)
+    return load(text, name, may_be_empty=may_be_empty)
 
 
-def load(text: str, path: str | os.PathLike[str] | None = None) -> Document:
-    """Document in a text; ``path`` is only for messages.  The top level must be keys and values."""
+def load(
+    text: str, path: str | os.PathLike[str] | None = None, *, may_be_empty: bool = False
+) -> Document:
+    """Document in a text; ``path`` is only for messages.
+
+    The top level must be keys and values, or nothing at all where the text ``may_be_empty``.
+    """
     name = None if path is None else os.fspath(path)
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes", path=name)
     reader = _Reader(name)
     try:
-        data = reader.read(text)
+        data = reader.read(text, may_be_empty=may_be_empty)
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(error, name, text) from None
     except yaml.reader.ReaderError as error:
@@ -90,6 +142,30 @@ def load(text: str, path: str | os.PathLike[str] | None = None) -> Document:
             f"not YAML: character {error.character:#x} is not allowed", path=name, line=line
         ) from None
     return Document(data, name, reader.lines)
+
+
+def load_value(text: str, at: KeyPath) -> Any:
+    """The one value in a line of text, for the key ``at``; ``ConfigError`` has no place.
+
+    A word, a number, something in quotes, ``[a, list]`` or ``{of: keys}``: read as in a file.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{dotted(at)}: larger than {MAX_BYTES} bytes")
+    if not text.strip():
+        raise ConfigError(f'{dotted(at)}: no value; write null for none, or "" for an empty text')
+    if not text.isprintable():
+        raise ConfigError(f"{dotted(at)}: one line of printable text, please")
+    try:
+        return _Reader(None, one_value=True).read_value(text, at)
+    except yaml.MarkedYAMLError as error:
+        problem = error.problem or error.context or "this can't be read"
+        if "document start" in problem:
+            problem = "more than one value; quote the whole"
+        if "mapping values" in problem:
+            problem += '; quote a value that holds ": "'
+        raise ConfigError(f"{dotted(at)}: not YAML: {problem}") from None
+    except ConfigError as error:
+        raise ConfigError(error.message) from None
 
 
 def _not_yaml(error: yaml.MarkedYAMLError, path: str | None, text: str) -> ConfigError:
@@ -108,22 +184,38 @@ def _not_yaml(error: yaml.MarkedYAMLError, path: str | None, text: str) -> Confi
     return ConfigError(f"not YAML: {problem}", path=path, line=line)
 
 
+class _Remembering(Iterator[Any]):
+    """Events, and the last one that was taken."""
+
+    def __init__(self, events: Iterator[Any]) -> None:
+        self._events = events
+        self.last: Any = None
+
+    def __next__(self) -> Any:
+        self.last = next(self._events)
+        return self.last
+
+
 class _Reader:
     """Turns the events of PyYAML's safe parser into values: anchors are visible only there."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, *, one_value: bool = False) -> None:
         self.path = path
+        self.one_value = one_value
         self.lines: dict[KeyPath, int] = {(): 1}
 
-    def read(self, text: str) -> dict[str, Any]:
+    def read(self, text: str, *, may_be_empty: bool) -> dict[str, Any]:
         events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
         next(events)
         first = next(events)
         if isinstance(first, yaml.StreamEndEvent):
+            if may_be_empty:
+                return {}
             raise ConfigError("the file is empty", path=self.path, line=1)
         event = next(events)
         if not isinstance(event, yaml.MappingStartEvent):
-            self._fail((), event, 'expected keys and values ("name: my-run")')
+            example = "seed: 1" if may_be_empty else "name: my-run"
+            self._fail((), event, f'expected keys and values ("{example}")')
         self._check_node((), event, "map")
         data = self._mapping((), events)
         next(events)
@@ -131,6 +223,32 @@ class _Reader:
         if not isinstance(after, yaml.StreamEndEvent):
             self._fail((), after, 'a second document begins here; one file holds one ("---")')
         return data
+
+    def read_value(self, text: str, path: KeyPath) -> Any:
+        events = _Remembering(yaml.parse(text, Loader=yaml.SafeLoader))
+        next(events)
+        begin = next(events)
+        if isinstance(begin, yaml.StreamEndEvent):
+            self._fail(path, begin, "no value, only a comment; quote it if it is text")
+        if begin.explicit:
+            self._fail(path, begin, "one value, please, without the marks of a document")
+        first = next(events)
+        if isinstance(first, yaml.MappingStartEvent) and not first.flow_style:
+            self._fail(path, first, "keys and values stand in braces here: {key: value}")
+        if isinstance(first, yaml.SequenceStartEvent) and not first.flow_style:
+            self._fail(path, first, "a list stands in brackets here: [a, b]")
+        if getattr(first, "style", None) in ("|", ">"):
+            self._fail(path, first, f"{first.style} begins a text of several lines; quote it")
+        value = self._value(path, first, events)
+        rest = text[events.last.end_mark.index :].strip()
+        if rest.startswith("#"):
+            self._fail(path, first, f'"{shorten(rest)}" would be a comment; quote the whole value')
+        if rest:
+            self._fail(path, first, "more than one value; quote the whole")
+        next(events)
+        if not isinstance(next(events), yaml.StreamEndEvent):
+            self._fail(path, first, "more than one value")
+        return value
 
     def _value(self, path: KeyPath, event: Any, events: Iterator[Any]) -> Any:
         if isinstance(event, yaml.MappingStartEvent):
@@ -158,7 +276,8 @@ class _Reader:
             key = self._key(path, event)
             here = (*path, key)
             if key in values:
-                self._fail(here, event, f"this key is already on line {self.lines[here]}")
+                where = "there" if self.one_value else f"on line {self.lines[here]}"
+                self._fail(here, event, f"this key is already {where}")
             self.lines[here] = event.start_mark.line + 1
             values[key] = self._value(here, next(events), events)
         return values

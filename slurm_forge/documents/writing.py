@@ -9,7 +9,7 @@ import yaml
 
 from slurm_forge.documents.scalars import is_plain_text
 
-__all__ = ["dump"]
+__all__ = ["dump", "flow"]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -40,3 +40,21 @@ def dump(data: Mapping[str, Any]) -> str:
             allow_unicode=True,
         )
     )
+
+
+def flow(value: Any) -> str:
+    """A value as YAML in one line of printable text; ``load_value`` reads back an equal one."""
+
+    def text(*, allow_unicode: bool) -> str:
+        written = yaml.dump(
+            [value],
+            Dumper=_Dumper,
+            sort_keys=False,
+            width=float("inf"),
+            default_flow_style=True,
+            allow_unicode=allow_unicode,
+        )
+        return str(written).rstrip("\n")[1:-1]
+
+    found = text(allow_unicode=True)
+    return found if found.isprintable() else text(allow_unicode=False)

@@ -258,7 +258,8 @@ class Attachment:
         job = self._job(self._named(place))
         run = RunDirectory.at(self._folder() / job.name)
         if not run.is_done():
-            open_run(job, runs=self._folder(), site=find_site(None), folder=Path.cwd())
+            site = find_site(begun=run.spec_file.is_file())
+            open_run(job, runs=self._folder(), site=site, folder=Path.cwd())
         return run
 
     def _job(self, name: str) -> JobSpec:

@@ -34,7 +34,7 @@ from slurm_forge.launch.trends import Trends
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
 from slurm_forge.recovery.probing import ProbeRules
-from slurm_forge.recovery.straggling import in_words
+from slurm_forge.recovery.stragglers import in_words
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
 
@@ -95,9 +95,11 @@ class Conductor:
             wall=lambda: now().timestamp(),
             baselines=timing.baselines,
         )
-        self._preflight = PreflightJudge(hub, timing.preflight, clock, expected=expected_bandwidth)
-        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         sight = Sight(hub, clock)
+        self._preflight = PreflightJudge(
+            hub, timing.preflight, clock, expected=expected_bandwidth, sight=sight
+        )
+        self._network = NetworkWatch(hub, clock, timing.probe_deadline)
         self._watchdog = Watchdog(
             hub,
             timing.hang,

@@ -17,6 +17,7 @@ from slurm_forge.control import protocol as p
 from slurm_forge.control.preflight_words import Groups, NodeReport, round_key
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.journal.events import PreflightMeasured
+from slurm_forge.launch.sight import Sight
 from slurm_forge.recovery.isolation import Group, Isolated, Isolation, Why, isolate
 from slurm_forge.recovery.preflight import (
     Refusal,
@@ -36,8 +37,6 @@ _PATIENCE = 5.0
 #: And so long at least: imports from a file system that is cold or busy have nothing to do with how
 #: long a look may take.
 _IMPORTS_S = 300.0
-#: Between two looks of ours: then the job was suspended, and silence before it means nothing.
-_GAP_S = 3.0
 #: Stopped, or dead: the kernel's letters.
 _ENDED = ("T", "Z", "X")
 #: How long a collective of all, and then of a few, is given; NCCL takes seconds to connect.
@@ -80,8 +79,10 @@ class PreflightJudge:
         *,
         expected: float | None = None,
         wall: Callable[[], float] = time.time,
+        sight: Sight | None = None,
     ) -> None:
         self._hub = hub
+        self._sight = sight or Sight(hub, clock)
         self._within_s = within.total_seconds()
         self._clock = clock
         self._wall = wall
@@ -95,7 +96,7 @@ class PreflightJudge:
         self.over = False
         self.bytes_per_s: float | None = None
         self._begun: float | None = None
-        self._last = self._looked = clock()
+        self._last = clock()
         self._isolation: Isolation | None = None
         self._round: _Round | None = None
         self._rounds = self._groups = 0
@@ -122,9 +123,7 @@ class PreflightJudge:
 
     def look(self, now: float) -> PreflightMeasured | None:
         """Go on with it; what is to be written down once there is a verdict."""
-        if now - self._looked > _GAP_S:
-            self._last = now
-        self._looked = now
+        self._sight.awake(now)
         if self.over or self._begun is None:
             return None
         if self._round is not None:
@@ -167,7 +166,7 @@ class PreflightJudge:
         return len({each.host for each in self.reports.values()})
 
     def _of_silence(self, missing: Iterable[int], now: float) -> Refusal | None:
-        members, waited = self._hub.members(), now - self._last
+        members, waited = self._hub.members(), now - max(self._last, self._sight.fresh_from)
         there = {r: members[r] for r in missing if r in members and members[r].connected}
         hosts = len({each.host for each in members.values()})
         silent = {r: m.host for r, m in there.items() if now - m.heard > _SILENT_S}

@@ -16,7 +16,7 @@ from slurm_forge.control.probe_words import BANDWIDTH
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.sight import Sight
 from slurm_forge.launch.stack_round import StackRound
-from slurm_forge.recovery.in_words import SHOWN, some_ranks
+from slurm_forge.recovery.probe_evidence import with_stacks
 from slurm_forge.recovery.probing import (
     AskNetwork,
     Fine,
@@ -30,7 +30,6 @@ from slurm_forge.recovery.probing import (
     weigh_probe,
     weigh_silence,
 )
-from slurm_forge.recovery.stalls import Look
 from slurm_forge.recovery.unreached import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
@@ -294,7 +293,7 @@ class ProbeJudge:
         if not self._stacks.over(now, [each.rank for each in seen if each.watched]):
             return None
         self._suspect, self._flight = None, None
-        found = _with_stacks(found, self._stacks.looks)
+        found = with_stacks(found, self._stacks.looks)
         if self._good:
             text = f"{self._good} fine, the last in {1e3 * self._latency:.3g} ms"
             found = replace(found, evidence=(*found.evidence, Evidence("probes before", text)))
@@ -341,30 +340,3 @@ def _of_network(said: NetworkVerdict, other: object, seen: Sequence[RankSeen]) -
         confidence=said.confidence,
         evidence=(*said.evidence, *before),
     )
-
-
-def _with_stacks(found: Found, looks: Mapping[int, Look]) -> Found:
-    """The verdict with what the others were doing, and where the stacks are kept."""
-    waiting = [
-        rank
-        for rank, look in sorted(looks.items())
-        if rank not in found.ranks and look.where is not None and look.where.together
-    ]
-    lines = list(found.evidence)
-    for rank in found.ranks[:SHOWN]:
-        look = looks.get(rank)
-        if look is not None and look.where is not None and look.where.top:
-            lines.append(Evidence(f"rank {rank}", look.where.top))
-    if waiting:
-        calls = {look.where.call for look in looks.values() if look.where is not None}
-        where = " and ".join(sorted(calls - {""}))
-        lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
-    files = tuple(looks[r].file for r in (found.ranks or sorted(looks)) if _file(looks, r))
-    files = files or tuple(look.file for look in looks.values() if look.file)[:1]
-    if files:
-        lines.append(Evidence("stacks", files[0]))
-    return replace(found, evidence=tuple(lines), files=files)
-
-
-def _file(looks: Mapping[int, Look], rank: int) -> bool:
-    return rank in looks and bool(looks[rank].file)

@@ -117,7 +117,12 @@ def asked_options(
         if value is None:
             continue
         lines.append(_checked(f"--{name}" if value == "" else f"--{name}={value}"))
-    lines += [_checked(option) for option in (*site.sbatch_options, *_of_container(job, site))]
+    # Of two the last one counts to sbatch, and the job's own word is worth more than the site's.
+    asked = {line.partition("=")[0] for line in lines}
+    lines += [
+        _checked(option) for option in site.sbatch_options if option.partition("=")[0] not in asked
+    ]
+    lines += [_checked(option) for option in _of_container(job, site)]
     return tuple(lines)
 
 

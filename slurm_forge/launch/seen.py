@@ -18,7 +18,7 @@ from slurm_forge.recovery.launch_facts import (
 from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.stalls import Stall
-from slurm_forge.recovery.straggling import Straggler
+from slurm_forge.recovery.stragglers import Straggler
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 
 from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.site.detection import Surroundings
-from slurm_forge.site.loading import SitePlaces, packaged_folder
+from slurm_forge.site.loading import SitePlaces, SiteSaid, packaged_folder
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.spec.config_files import user_said
+from slurm_forge.spec.layers import Said
 
 __all__ = ["find_site", "site_places"]
 
@@ -20,24 +21,39 @@ __all__ = ["find_site", "site_places"]
 _PATIENCE = timedelta(seconds=10)
 
 
-def find_site(wanted: str | None = None, slurm: Slurm | None = None) -> Site:
-    """By name or file, else by ``SLURM_FORGE_SITE``, else by Slurm's ClusterName, else ``generic``.
+def find_site(
+    wanted: str | None = None, slurm: Slurm | None = None, *, begun: bool = False
+) -> Site:
+    """By name or file, else by ``SLURM_FORGE_SITE``, else by the user's ``site:``, else by Slurm's
+    ClusterName, else ``generic``.
 
-    The ClusterName is that of the job that this process is in, else what ``slurm`` says.
+    The ClusterName is that of the job that this process is in, else what ``slurm`` says.  For a run
+    that has ``begun`` the user's file is not read: it keeps what it has.
     """
-    places = site_places()
-    if wanted is not None or places.knob is not None:
+    places = site_places(begun=begun)
+    if wanted is not None or places.said() is not None:
         return places.load(wanted).site
     return places.load(cluster_name=_cluster(slurm)).site
 
 
-def site_places() -> SitePlaces:
-    """Where site files are looked for, and what tells this process which one is meant."""
+def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
+    """Where site files are looked for, and what tells this process which one is meant.
+
+    ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
+    not for a run that has ``begun``.
+    """
     environ = process_environ()
+    knobs = Knobs.from_environ(environ)
+
+    def settings() -> SiteSaid | None:
+        found = said or (None if begun else user_said(knobs, "site"))
+        return None if found is None else SiteSaid(found.value, str(found.place))
+
     return SitePlaces(
         packaged=packaged_folder(),
-        user_folder=Path("~/.config/slurm_forge/sites").expanduser(),
-        knob=Knobs.from_environ(environ).site,
+        user_folder=knobs.config_folder / "sites",
+        knob=knobs.site,
+        settings=settings,
         here=Surroundings.of(environ, os.uname().nodename or None),
     )
 

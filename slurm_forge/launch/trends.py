@@ -24,7 +24,8 @@ from slurm_forge.journal.paces import (
 from slurm_forge.journal.state import Baseline
 from slurm_forge.recovery.drift import Drift
 from slurm_forge.recovery.slow_links import Figure, LinkPast, Slower, SlowLinks, lateness
-from slurm_forge.recovery.straggling import Over, Reading, Straggler, Straggling
+from slurm_forge.recovery.stragglers import Over, Reading, Straggler
+from slurm_forge.recovery.straggling import Straggling
 
 __all__ = ["Trends"]
 

@@ -17,7 +17,7 @@ from slurm_forge.recovery.slurm_says import (
     node_lost,
     of_a_stop,
 )
-from slurm_forge.recovery.straggling import in_words
+from slurm_forge.recovery.stragglers import in_words
 from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident

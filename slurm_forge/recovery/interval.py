@@ -6,13 +6,22 @@ Both are measured: the time that a save holds training up, and how often the run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["FIRST", "best_interval", "mean_time_between", "measured_interval", "seen_between"]
+__all__ = [
+    "FIRST",
+    "Advice",
+    "advised_interval",
+    "best_interval",
+    "mean_time_between",
+    "measured_interval",
+    "seen_between",
+]
 
 #: Before anything is known.
 FIRST = timedelta(minutes=10)
@@ -73,6 +82,52 @@ def measured_interval(state: RunState, *, now: float) -> timedelta:
         durable=timedelta(seconds=max(each.seconds for each in seen)),
         between=seen_between(state, now=now),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """How often to save, and what that rests on: ``runs`` of which ``saves`` were measured.
+
+    ``blocked`` and ``durable`` are the slowest of them, ``running`` how long all were watched.
+    """
+
+    every: timedelta
+    runs: int = 0
+    saves: int = 0
+    blocked: timedelta | None = None
+    durable: timedelta | None = None
+    running: timedelta = timedelta(0)
+    interruptions: int = 0
+
+    @property
+    def between(self) -> timedelta:
+        """The mean time between interruptions that it was worked out with."""
+        return mean_time_between(self.running, self.interruptions)
+
+
+def advised_interval(states: Sequence[RunState], *, now: float) -> Advice:
+    """What the journals of several runs say together; ``FIRST`` where they have measured no save.
+
+    A run of which nobody wrote down the end counts until its newest checkpoint.
+    """
+    saves = [each for state in states for each in state.known[-5:] if each.seconds > 0]
+    running = timedelta(
+        seconds=sum(sum(_lasted(state, _last_seen(state, now))) for state in states)
+    )
+    count = sum(sum(map(_interruptions, state.attempts[:-1])) for state in states) + sum(
+        _incidents(attempt) for state in states for attempt in state.attempts[-1:]
+    )
+    known = Advice(every=FIRST, runs=len(states), running=running, interruptions=count)
+    if not saves:
+        return known
+    blocked = timedelta(seconds=max(each.blocked_s for each in saves))
+    durable = timedelta(seconds=max(each.seconds for each in saves))
+    every = best_interval(blocked=blocked, durable=durable, between=known.between)
+    return replace(known, every=every, saves=len(saves), blocked=blocked, durable=durable)
+
+
+def _last_seen(state: RunState, now: float) -> float:
+    return min(now, max((each.time for each in state.known), default=now))
 
 
 def _lasted(state: RunState, now: float) -> Iterator[float]:

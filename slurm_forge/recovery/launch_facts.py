@@ -9,7 +9,7 @@ from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.stalls import Stall
-from slurm_forge.recovery.straggling import Straggler
+from slurm_forge.recovery.stragglers import Straggler
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 

@@ -11,14 +11,14 @@ as fast as everybody's: nobody is told of it.  A rank whose own part has *become
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from statistics import median
 
-from slurm_forge.recovery.drift import spread_of
+from slurm_forge.recovery.other_ranks import Rest, by_host, lower, others_of, too_many
+from slurm_forge.recovery.stragglers import Over, Reading, Straggler, Why
 
-__all__ = ["Over", "Reading", "Straggler", "Straggling", "Why", "in_words"]
+__all__ = ["Straggling"]
 
 #: Windows in a row, and steps in them, before anything is said; and windows before it is over.
 _ROW = 3
@@ -37,7 +37,6 @@ _MANY_TRIALS = 6
 _NEW_TRIALS = 3
 #: A trial agrees if it explains this much of what the rank is slower by.
 _EXPLAINS = 0.4
-_SHOWN = 8
 #: Nobody is kept from its processors for ever.
 _LEAST = 1e-3
 #: Windows that must say that a thread is kept from its processors: each by itself scatters.
@@ -46,71 +45,6 @@ _QUEUED = 6
 _KEPT = 240
 #: Whoever has been slow for so many windows has had more to do for long.
 _LONG = 24
-#: Above so many hosts the median of all is as good as that of all others.
-_MANY_HOSTS = 8
-
-
-class Why(str, Enum):
-    """What a straggler is told to be."""
-
-    #: The node computes more slowly than the others: the trial says so, too.
-    NODE = "node"
-    #: Its processors are busy with something else, or held back.
-    STARVED = "starved"
-    #: Its part of the steps has become longer, and its node is as fast as the others.
-    WORK = "work"
-
-    @property
-    def of_node(self) -> bool:
-        """Whether it is the node, as far as that can be told."""
-        return self is not Why.WORK
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a rank said of a window (``control.pace_words.Paced``), and where it runs."""
-
-    rank: int
-    host: str
-    step: int
-    count: int
-    own_s: float
-    spread_s: float = 0.0
-    wait_s: float = 0.0
-    trial_s: float = 0.0
-    starved: float = -1.0
-    throttled: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
-    """Ranks of one host that are slower than the others.
-
-    ``factor``: of their own part of a step (0 where that can't be told), ``trial``: of the trial (0
-    where there was none).  ``lost_s`` is what all others wait longer for them, per step.
-    ``queued`` is the share of its part in which it got no processor, beyond what the others lack,
-    ``throttled`` how often its control group was held back; -1 where nobody says.
-    """
-
-    host: str
-    ranks: tuple[int, ...]
-    factor: float
-    trial: float
-    why: Why
-    since_step: int
-    lost_s: float
-    queued: float = -1.0
-    throttled: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
-    """A straggler is as fast as the others again, after ``steps`` steps and ``lost_s`` seconds."""
-
-    straggler: Straggler
-    step: int
-    steps: int
-    lost_s: float
 
 
 @dataclass(slots=True)
@@ -186,8 +120,8 @@ class Straggling:
         self._latest_step = max((each.step for each in readings), default=0)
         if self._seen <= _SKIPPED or len(readings) < 2:
             return ()
-        hosts = _by_host(readings)
-        own = _others(hosts, {r.rank: r.own_s for r in readings if r.own_s > 0})
+        hosts = by_host(readings)
+        own = others_of(hosts, {r.rank: r.own_s for r in readings if r.own_s > 0})
         found: list[Straggler | Over] = []
         slow = {
             host: members
@@ -197,7 +131,7 @@ class Straggling:
         told = any(reading.own_s > 0 for reading in readings)
         if not told:
             slow = self._slow_by_trial(hosts)
-        if _too_many(slow, hosts, readings):
+        if too_many(slow, hosts, readings):
             slow = {}
         for host in hosts:
             if host in self._named:
@@ -211,7 +145,7 @@ class Straggling:
 
     # -- who is slow in this window ------------------------------------------------------------
 
-    def _is_slow(self, one: Reading, own: Mapping[int, _Rest]) -> bool:
+    def _is_slow(self, one: Reading, own: Mapping[int, Rest]) -> bool:
         others = own.get(one.rank)
         if one.own_s <= 0 or others is None or others.middle <= 0:
             return False
@@ -225,7 +159,7 @@ class Straggling:
 
     def _slow_by_trial(self, hosts: Mapping[str, list[Reading]]) -> dict[str, list[Reading]]:
         """Where steps can't be told apart: who was slow in all of its newest trials."""
-        rest = _others(hosts, {rank: self.trial(rank) for rank in self._trials})
+        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
         slow: dict[str, list[Reading]] = {}
         for host, on_it in hosts.items():
             limit = self._exit if host in self._named else self._factor
@@ -248,7 +182,7 @@ class Straggling:
         host: str,
         slow: list[Reading],
         hosts: Mapping[str, list[Reading]],
-        own: Mapping[int, _Rest],
+        own: Mapping[int, Rest],
         *,
         told: bool,
     ) -> list[Straggler | Over]:
@@ -294,7 +228,7 @@ class Straggling:
         if told and factor < self._factor:
             return None
         trial = self._trial_factor(row, hosts)
-        kept = _lower(row.queued) if len(row.queued) >= _QUEUED else 0.0
+        kept = lower(row.queued) if len(row.queued) >= _QUEUED else 0.0
         why: Why | None = None
         if not told or (trial and row.trials >= _NEW_TRIALS and self._explains(trial, factor)):
             why = Why.NODE
@@ -327,7 +261,7 @@ class Straggling:
         return factor >= self._factor * median(median(each) for each in usual)
 
     def _trial_factor(self, row: _Row, hosts: Mapping[str, list[Reading]]) -> float:
-        rest = _others(hosts, {rank: self.trial(rank) for rank in self._trials})
+        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
         found = []
         for rank in row.members:
             if rank not in rest or rest[rank].middle <= 0:
@@ -341,7 +275,7 @@ class Straggling:
 
     def _tries_well(self, row: _Row, hosts: Mapping[str, list[Reading]], factor: float) -> bool:
         """Whether the trial says that the node is as fast: not where it says nothing clear."""
-        rest = _others(hosts, {rank: self.trial(rank) for rank in self._trials})
+        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
         tried = [r for r in row.members if r in rest and rest[r].middle > 0]
         usual = 1 + (1 - _EXPLAINS) * (factor - 1)
         return bool(tried) and all(
@@ -352,7 +286,7 @@ class Straggling:
         self, members: Sequence[Reading], hosts: Mapping[str, list[Reading]]
     ) -> float | None:
         """How many times as long it takes for want of a processor, in times of the others."""
-        rest = _others(
+        rest = others_of(
             hosts,
             {r.rank: r.starved for on_it in hosts.values() for r in on_it if r.starved >= 0},
         )
@@ -372,7 +306,7 @@ class Straggling:
         host: str,
         slow: list[Reading],
         hosts: Mapping[str, list[Reading]],
-        own: Mapping[int, _Rest],
+        own: Mapping[int, Rest],
         *,
         told: bool,
     ) -> list[Straggler | Over]:
@@ -407,87 +341,10 @@ class Straggling:
         named = self._named.get(host)
         return (0, 0.0) if named is None else (named.steps, named.lost_s)
 
-    def _learn(self, readings: Sequence[Reading], own: Mapping[int, _Rest]) -> None:
+    def _learn(self, readings: Sequence[Reading], own: Mapping[int, Rest]) -> None:
         """What is usual for a rank, from the first windows."""
         for each in readings:
             others = own.get(each.rank)
             known = self._usual.setdefault(each.rank, [])
             if others is not None and others.middle > 0 and each.own_s > 0 and len(known) < _USUAL:
                 known.append(each.own_s / others.middle)
-
-
-def in_words(slow: Straggler) -> str:
-    """``n06 (rank 3) 1.6x slower than the others since step 9 800: the node itself …``."""
-    who = ", ".join(map(str, slow.ranks[:_SHOWN])) + (", …" if len(slow.ranks) > _SHOWN else "")
-    who = f"{slow.host} ({'rank' if len(slow.ranks) == 1 else 'ranks'} {who})"
-    factor = slow.factor or slow.trial
-    since = f"{slow.since_step:,}".replace(",", " ")
-    cost = f"; each step {1000 * slow.lost_s:.3g} ms longer" if slow.lost_s > 0 else ""
-    head = f"{who} {factor:.2f}x slower than the others since step {since}"
-    match slow.why:
-        case Why.NODE:
-            why = f"the node itself (the same work takes {slow.trial:.2f}x as long there)"
-        case Why.STARVED:
-            why = f"its processors are kept from it for {100 * slow.queued:.0f} % of its part"
-            if slow.throttled > 0:
-                why += " (its control group is held back: a processor quota)"
-        case Why.WORK:
-            why = "its part of the steps has become longer; the node computes as fast as the others"
-    return f"{head}: {why}{cost}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    """The others of a rank: what is in the middle of them, and how they differ."""
-
-    middle: float
-    spread: float
-
-
-def _lower(values: Iterable[float]) -> float:
-    """What three of four are above."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4]
-
-
-def _by_host(readings: Sequence[Reading]) -> dict[str, list[Reading]]:
-    hosts: dict[str, list[Reading]] = {}
-    for each in sorted(readings, key=lambda one: one.rank):
-        hosts.setdefault(each.host, []).append(each)
-    return hosts
-
-
-def _others(hosts: Mapping[str, list[Reading]], values: Mapping[int, float]) -> dict[int, _Rest]:
-    """For each rank the ranks of other hosts; on a single host all other ranks of it."""
-    by_host = {
-        host: known
-        for host, on_it in hosts.items()
-        if (known := {r.rank: values[r.rank] for r in on_it if r.rank in values})
-    }
-    found: dict[int, _Rest] = {}
-    if len(by_host) > _MANY_HOSTS:
-        everybody = list(values.values())
-        rest = _Rest(median(everybody), spread_of(everybody))
-        return dict.fromkeys(values, rest)
-    for host, own in by_host.items():
-        if len(by_host) > 1:
-            others = [v for other, each in by_host.items() if other != host for v in each.values()]
-            found.update(dict.fromkeys(own, _Rest(median(others), spread_of(others))))
-            continue
-        for rank in own:
-            others = [value for other, value in own.items() if other != rank]
-            if others:
-                found[rank] = _Rest(median(others), spread_of(others))
-    return found
-
-
-def _too_many(
-    slow: Mapping[str, list[Reading]],
-    hosts: Mapping[str, list[Reading]],
-    readings: Sequence[Reading],
-) -> bool:
-    """Never more than a minority: of most it is the program, or the others that are fast."""
-    if len(hosts) > 1:
-        return len(slow) > max(1, (len(hosts) - 1) // 2)
-    ranks = sum(len(each) for each in slow.values())
-    return ranks > max(1, (len(readings) - 1) // 2)

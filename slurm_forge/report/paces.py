@@ -8,7 +8,7 @@ from datetime import tzinfo
 
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.slow_links import Figure
-from slurm_forge.recovery.straggling import Straggler, Why, in_words
+from slurm_forge.recovery.stragglers import Straggler, Why, in_words
 from slurm_forge.report import text as t
 
 __all__ = ["PaceTelling", "SlowStory", "TrendStory", "slow_now", "told_slow", "told_trend"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 
+from slurm_forge.site.contract import preemption_of, preemption_of_qos
 from slurm_forge.site.fields import wholly
-from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
+from slurm_forge.site.model import PartitionFacts, Preemption, Site
+from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 
 __all__ = [
@@ -77,38 +78,32 @@ def detect_site(here: Surroundings, sites: Iterable[Site]) -> Found:
 
 
 def fill_from_slurm(
-    site: Site, config: ConfigRecord, partitions: Iterable[PartitionRecord]
+    site: Site,
+    config: ConfigRecord,
+    partitions: Iterable[PartitionRecord],
+    qos: Iterable[QosRecord] = (),
+    default_qos: str | None = None,
 ) -> Site:
-    """``site`` with what it does not know taken from Slurm; what it knows stays as it is."""
+    """``site`` with what it does not know taken from Slurm; what it knows stays as it is.
+
+    ``default_qos`` is the one of this user's jobs that name none.
+    """
+    records, known = tuple(partitions), tuple(qos)
     facts: Mapping[str, PartitionFacts] = {
-        record.name: _filled(site.partitions.get(record.name), record, config)
-        for record in partitions
+        record.name: _filled(site.partitions.get(record.name), record, config) for record in records
     }
     changes: dict[str, object] = {"partitions": {**site.partitions, **facts}}
     if site.requeue_delay is None:
         changes["requeue_delay"] = config.requeue_delay
+    if known:
+        of_qos = {
+            each.name: _filled_qos(site.qos.get(each.name), each, known, config) for each in known
+        }
+        told = {name: each for name, each in of_qos.items() if each != PartitionFacts()}
+        changes["qos"] = {**site.qos, **told}
+        if site.default_qos is None and default_qos in told:
+            changes["default_qos"] = default_qos
     return site.model_copy(update=changes)
-
-
-def preemption_of(partition: PartitionRecord, config: ConfigRecord) -> Preemption:
-    """The contract that Slurm's own answers show for jobs of this partition.
-
-    ``mode`` stays unknown where preemption goes by QOS, and where no preemption plugin is named.
-    """
-    kind = (config.preempt_type or "").removeprefix("preempt/")
-    if kind == "none":
-        return Preemption(mode=PreemptionMode.OFF)
-    if kind != "partition_prio":
-        return Preemption()
-    mode = _mode(partition.preempt_mode)
-    # Slurm waits for the grace time before it requeues or cancels, never before it suspends.
-    waits = mode in {PreemptionMode.REQUEUE, PreemptionMode.CANCEL}
-    exempt = config.preempt_exempt_time
-    return Preemption(
-        mode=mode,
-        grace=partition.grace_time if waits else None,
-        exempt=exempt if waits and exempt != timedelta(0) else None,
-    )
 
 
 def _filled(
@@ -129,7 +124,22 @@ def _filled(
     return known.model_copy(update=changes)
 
 
-def _mode(text: str | None) -> PreemptionMode | None:
-    """The mode in texts such as ``REQUEUE`` or ``GANG,SUSPEND`` (preempt_mode_string)."""
-    words = {word.strip().upper() for word in (text or "").split(",")}
-    return next((mode for mode in PreemptionMode if mode.value in words), None)
+def _filled_qos(
+    known: PartitionFacts | None,
+    record: QosRecord,
+    others: tuple[QosRecord, ...],
+    config: ConfigRecord,
+) -> PartitionFacts:
+    """Only what a QOS decides alone: its time limit counts beside the partition's."""
+    known = known or PartitionFacts()
+    asked = preemption_of_qos(record, others, config)
+    if known.preemption.mode is None and asked != Preemption():
+        return known.model_copy(update={"preemption": asked})
+    if (
+        known.preemption.grace is None
+        and asked.mode is not None
+        and asked.mode == known.preemption.mode
+    ):
+        filled = known.preemption.model_copy(update={"grace": asked.grace})
+        return known.model_copy(update={"preemption": filled})
+    return known

@@ -1,16 +1,16 @@
 """Finds and reads site files.
 
-The places are, in order: what the command line names, what the knob names, the user's own folder,
-the sites that come with the package.  Where none is named, the one that claims this cluster is
-taken (``site.detection``); nothing is executed to find that out.  Nothing is taken from the current
-directory unless it is named: a folder somebody else can write into must not decide what our job
-script runs.
+The places are, in order: what the command line names, what the knob names, what a file of settings
+names, the user's own folder, the sites that come with the package.  Where none is named, the one
+that claims this cluster is taken (``site.detection``); nothing is executed to find that out.
+Nothing is taken from the current directory unless it is named: a folder somebody else can write
+into must not decide what our job script runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from slurm_forge.files import read_bounded
 from slurm_forge.site.detection import Surroundings, detect_site
 from slurm_forge.site.model import Site
 
-__all__ = ["LoadedSite", "SitePlaces", "packaged_folder"]
+__all__ = ["LoadedSite", "SitePlaces", "SiteSaid", "packaged_folder"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 _SUFFIX = ".yaml"
@@ -50,21 +50,39 @@ class LoadedSite:
         return self.all_clusters or self.site
 
 
+@dataclass(frozen=True, slots=True)
+class SiteSaid:
+    """A site or its file as something other than the command line names it, and what that is."""
+
+    wanted: str
+    by: str
+
+
+def _nothing_said() -> SiteSaid | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlaces:
     """Where site files are looked for.
 
     ``user_folder`` is usually ``~/.config/slurm_forge/sites``; it need not exist.  ``knob`` is
-    what the environment names, a site or a file.  ``here`` is what else tells the cluster.
+    what the environment names, a site or a file; ``settings`` finds what files of settings name,
+    and is asked only where nothing before it names one.  ``here`` is what else tells the cluster.
     """
 
     packaged: Path
     user_folder: Path | None = None
     knob: str | None = None
+    settings: Callable[[], SiteSaid | None] = _nothing_said
     here: Surroundings = field(default_factory=Surroundings)
 
+    def said(self) -> SiteSaid | None:
+        """The site that the environment or a file of settings names: the knob comes first."""
+        return SiteSaid(self.knob, "SLURM_FORGE_SITE") if self.knob is not None else self.settings()
+
     def load(self, wanted: str | None = None, *, cluster_name: str | None = None) -> LoadedSite:
-        """The site that is ``wanted`` (a name or a file), else the knob's, else the detected one.
+        """The site that is ``wanted`` (a name or a file), else the ``said``, else the detected one.
 
         Raises ``ConfigError`` for an unknown name or a mistake in the file, ``UnsafeFileError``
         for a file outside the package that others can write.
@@ -72,18 +90,19 @@ class SitePlaces:
         here = self.here if not cluster_name else replace(self.here, cluster_name=cluster_name)
         if wanted is not None:
             return self._named(wanted, "it was asked for", here)
-        if self.knob is not None:
-            return self._named(self.knob, "SLURM_FORGE_SITE names it", here)
+        if (said := self.said()) is not None:
+            return self._named(said.wanted, f"{said.by} names it", here)
         claiming = (path for path in self._files() if _may_claim(path, here))
         found = detect_site(here, (self._read(path)[0] for path in claiming))
         return self._named(found.name, found.because, here)
 
     def named_file(self, wanted: str | None) -> str | None:
-        """The file, from ``/`` on, that ``wanted`` or the knob names by its path; None for names.
+        """The file, from ``/`` on, that ``wanted`` or ``said`` names by its path; None for names.
 
         A run keeps it: it is not found by the name in it.
         """
-        given = self.knob if wanted is None else wanted
+        said = self.said() if wanted is None else None
+        given = wanted if said is None else said.wanted
         return str(Path(given).absolute()) if given is not None and _is_path(given) else None
 
     def names(self) -> tuple[str, ...]:

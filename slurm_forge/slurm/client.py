@@ -308,6 +308,10 @@ class SubprocessSlurm:
         done = self._ask("squeue", *options, f"--user={_word(user, 'a user')}")
         return parse_queue(_accepted(done).stdout)
 
+    def answer(self, *argv: str) -> str:
+        """What a command prints that only asks; raises as every call does."""
+        return _accepted(self._ask(*argv)).stdout
+
     def _requeue(self, verb: str, job: str) -> RequeueReply:
         try:
             done = self._ask("scontrol", verb, _job(job))

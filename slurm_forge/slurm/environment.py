@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from slurm_forge.errors import ConfigError
 from slurm_forge.slurm.nodelist import check_node_name, expand_nodes
 
-__all__ = ["SlurmEnvironment", "process_environ"]
+__all__ = ["SlurmEnvironment", "node_name", "process_environ"]
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 # Some word character first: a leading dash would turn into an option on a command line.
@@ -100,6 +100,11 @@ class SlurmEnvironment:
 def process_environ() -> Mapping[str, str]:
     """Copy of this process's environment, for whoever needs to be given one."""
     return dict(os.environ)
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """What Slurm calls this node, which may be another name than its own; its own outside a job."""
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 class _Reader:

@@ -56,6 +56,7 @@ _COUNT = re.compile(r"(?P<low>[0-9]{1,10})(?:-[0-9]{1,10})?")
 _CONFIG_LINE = re.compile(r"(?P<key>[A-Za-z][A-Za-z0-9_]*)\s*= ?(?P<value>.*)")
 #: One line for each of several in newer versions: ``Epilog[0]``.
 _EPILOG = re.compile(r"^Epilog(?:Slurmctld)?(?:\[[0-9]+\])?\s*= (?!\(null\))\S", re.M)
+_YES_NO = {"yes": True, "no": False}
 _VERSION = re.compile(r"[0-9]+(?:\.[0-9A-Za-z-]+)+")
 #: scontrol adds who gave the reason, and when.
 _GIVEN = re.compile(r"(?P<reason>.*?) ?\[(?P<by>[^\s\[\]@]+)@(?P<time>[^\s\[\]]+)\]")
@@ -126,6 +127,14 @@ def parse_config(text: str) -> ConfigRecord:
         task_plugin=read.options("TaskPlugin"),
         accounting_storage_type=read.text("AccountingStorageType"),
         has_epilog=_EPILOG.search(text) is not None,
+        job_submit_plugins=read.options("JobSubmitPlugins"),
+        enforce_part_limits=read.text("EnforcePartLimits"),
+        accounting_storage_enforce=read.options("AccountingStorageEnforce"),
+        launch_parameters=read.options("LaunchParameters"),
+        requeue_exit=read.text("RequeueExit"),
+        requeue_exit_hold=read.text("RequeueExitHold"),
+        max_array_size=read.number("MaxArraySize"),
+        constrain_ram=_YES_NO.get(read.raw("ConstrainRAMSpace").lower()),
     )
 
 
@@ -255,7 +264,19 @@ def _partition(read: _Fields) -> PartitionRecord:
         priority_tier=read.number("PriorityTier"),
         qos=read.text("QoS"),
         is_default=read.raw("Default") == "YES",
+        allow_groups=_allowed(read, "AllowGroups"),
+        allow_accounts=_allowed(read, "AllowAccounts"),
+        deny_accounts=read.options("DenyAccounts"),
+        allow_qos=_allowed(read, "AllowQos"),
+        deny_qos=read.options("DenyQos"),
+        root_only=read.raw("RootOnly") == "YES",
+        exclusive=read.raw("OverSubscribe") == "EXCLUSIVE",
     )
+
+
+def _allowed(read: _Fields, key: str) -> tuple[str, ...] | None:
+    given = read.options(key)
+    return None if not given or given == ("ALL",) else given
 
 
 def _node(read: _Fields) -> NodeRecord:

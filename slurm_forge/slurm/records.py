@@ -153,6 +153,15 @@ class PartitionRecord:
     priority_tier: int | None = None
     qos: str | None = None
     is_default: bool = False
+    #: Who may submit here; None is everybody.
+    allow_groups: tuple[str, ...] | None = None
+    allow_accounts: tuple[str, ...] | None = None
+    deny_accounts: tuple[str, ...] = ()
+    allow_qos: tuple[str, ...] | None = None
+    deny_qos: tuple[str, ...] = ()
+    root_only: bool = False
+    #: Whether a job gets whole nodes (``OverSubscribe=EXCLUSIVE``).
+    exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +218,17 @@ class ConfigRecord:
     accounting_storage_type: str | None = None
     #: Whether anything is run after a job before its nodes are free again.
     has_epilog: bool | None = None
+    #: Plugins that may change or refuse a job by rules of their own.
+    job_submit_plugins: tuple[str, ...] = ()
+    enforce_part_limits: str | None = None
+    accounting_storage_enforce: tuple[str, ...] = ()
+    launch_parameters: tuple[str, ...] = ()
+    #: Exit codes after which Slurm itself requeues a job, and requeues it held.
+    requeue_exit: str | None = None
+    requeue_exit_hold: str | None = None
+    max_array_size: int | None = None
+    #: Whether the memory that a job asked for is also its limit (cgroup.conf), where Slurm says.
+    constrain_ram: bool | None = None
 
     @property
     def sends_user_signal(self) -> bool:

@@ -405,13 +405,25 @@ class JobSpec(Section):
                 'nothing to run; add entry ("package.module:train") or command ([python, train.py])'
             )
         if self.entry is not None and self.command is not None:
-            raise wrong_key("command", "entry says what to run already; keep one of the two")
+            raise wrong_key(
+                "command", "entry says what to run already; keep one of the two", because="entry"
+            )
         if self.command is not None and self.args:
-            raise wrong_key("args", "only an entry reads args; put them into command")
+            raise wrong_key(
+                "args", "only an entry reads args; put them into command", because="command"
+            )
         if self.entry is not None and self.program != ProgramSpec():
-            raise wrong_key("program", "it is for a command; an entry saves and resumes by itself")
+            raise wrong_key(
+                "program",
+                "it is for a command; an entry saves and resumes by itself",
+                because="entry",
+            )
         check_started(self.template, self.container, self.command)
         check_chain(self.template, self.chain)
         if self.lead and self.resources.time and self.lead >= self.resources.time:
-            raise wrong_key("lead", "not shorter than resources.time: nothing would be trained")
+            raise wrong_key(
+                "lead",
+                "not shorter than resources.time: nothing would be trained",
+                because=("resources", "time"),
+            )
         return self

@@ -172,7 +172,11 @@ class Resources(Section):
     @model_validator(mode="after")
     def _gpus_once(self) -> Resources:
         if self.gpus_per_node is not None and self.gpus_per_task is not None:
-            raise wrong_key("gpus_per_task", "gpus_per_node says it already; keep one of the two")
+            raise wrong_key(
+                "gpus_per_task",
+                "gpus_per_node says it already; keep one of the two",
+                because="gpus_per_node",
+            )
         return self
 
     @model_validator(mode="after")
@@ -182,6 +186,7 @@ class Resources(Section):
                 "spare_nodes",
                 "a run on one node (resources.nodes) lives on that of its batch script, without "
                 "which there is no job; remove it",
+                because="nodes",
             )
         return self
 

@@ -13,6 +13,8 @@ import pytest
 
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.testing.cluster.machine import why_not_here
+from tests.jobs import consumed
+from tests.slurm.harness import submit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +67,18 @@ def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     yield cluster
     cluster.reset()
     assert cluster.run("squeue", "-a", "-h").stdout == ""
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict]:
+    """Digest and samples of 60 steps of ``tests/jobs.py`` on two ranks that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    watched = submit(cluster, folder, name="plain", partition="normal", nodes=2, args={"steps": 60})
+    watched.wait_finished()
+    cluster.wait_state(watched.job, ["COMPLETED"], 30)
+    return watched.digest(), consumed(watched.run.path)
 
 
 @contextlib.contextmanager

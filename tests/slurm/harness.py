@@ -142,6 +142,7 @@ def job_mapping(
     sbatch: Mapping[str, str],
     job: Mapping[str, Any],
     spare_nodes: int | None = None,
+    qos: str | None = None,
 ) -> dict[str, Any]:
     """A job file of ``tests/jobs.py``, one rank on each node; ``job`` are further keys of it."""
     return {
@@ -156,6 +157,7 @@ def job_mapping(
             "mem": memory,
             "time": f"00:{int(minutes):02d}:{int(minutes % 1 * 60):02d}",
             "partition": partition,
+            "qos": qos,
             "extra": dict(sbatch),
         },
         "checkpoint": {"every_steps": 20, "every_minutes": None},
@@ -178,6 +180,7 @@ def submit(
     spare_nodes: int | None = None,
     site: Site | None = None,
     exclude: Sequence[str] = (),
+    qos: str | None = None,
     **job: Any,
 ) -> Watched:
     """Make a run of ``tests/jobs.py`` and start it."""
@@ -192,6 +195,7 @@ def submit(
             sbatch=sbatch or {},
             job=job,
             spare_nodes=spare_nodes,
+            qos=qos,
         )
     )
     site = site or find_site("generic")

@@ -29,11 +29,9 @@ def submitted(slurm: SlurmCluster, folder: Path, name: str, pace: float, **job: 
 
 
 def test_a_stopped_rank_is_found_and_the_run_finishes_as_if_nothing_had_been(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, tmp_path: Path, undisturbed: tuple[str, dict]
 ) -> None:
-    plain = submitted(slurm, tmp_path / "plain", "plain", 0.0)
-    plain.wait_finished()
-    watched = submitted(slurm, tmp_path / "hung", "hung", 0.02, inject=["stop@30:rank1"])
+    watched = submitted(slurm, tmp_path, "hung", 0.02, inject=["stop@30:rank1"])
     state = watched.wait_finished()
 
     (attempt,) = state.attempts
@@ -46,10 +44,7 @@ def test_a_stopped_rank_is_found_and_the_run_finishes_as_if_nothing_had_been(
     assert [d.action for _, d in attempt.decisions] == [Action.RELAUNCH]
     file = watched.run.path / "attempts/1/stacks/1/rank-00001.txt"
     assert "state T" in file.read_text()
-    assert (watched.digest(), consumed(watched.run.path)) == (
-        plain.digest(),
-        consumed(plain.run.path),
-    )
+    assert (watched.digest(), consumed(watched.run.path)) == undisturbed
     decided = attempt.decisions[0][0]
     assert decided - at < 10, "the frozen rank held up its own end"
 

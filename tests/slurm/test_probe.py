@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,19 +46,6 @@ SITE = Site(
 OWN = {"NCCL_IB_TIMEOUT": "20"}
 USUAL = {"NCCL_CROSS_NIC": "1", "NCCL_DEBUG": "WARN", "NCCL_IB_TIMEOUT": "20", "FORGE_TESTED": None}
 AFTER = {**USUAL, "NCCL_DEBUG": "INFO", "FORGE_TESTED": "after a hang"}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, dict]]:
-    """Digest and samples of two ranks that nothing happened to."""
-    folder = tmp_path_factory.mktemp("reference")
-    args = {"steps": STEPS}
-    watched = submit(cluster, folder, name="plain", partition="normal", nodes=2, args=args)
-    watched.wait_finished()
-    cluster.wait_state(watched.job, ["COMPLETED"], 30)
-    yield watched.digest(), consumed(watched.run.path)
 
 
 def stopped(slurm: SlurmCluster, folder: Path, name: str, **job: object) -> Watched:

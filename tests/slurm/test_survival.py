@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,28 +26,30 @@ STEPS = 120
 PACE = {"steps": STEPS, "pace": 0.05}
 
 
+class Uninterrupted(dict[tuple[str, int], tuple[str, dict]]):
+    """Digest and samples of the run that nothing happened to, per kind of parallelism and nodes."""
+
+    def __init__(self, cluster: SlurmCluster, folders: pytest.TempPathFactory) -> None:
+        self.cluster, self.folders = cluster, folders
+
+    def __missing__(self, which: tuple[str, int]) -> tuple[str, dict]:
+        parallel, nodes = which
+        watched = submit(
+            self.cluster,
+            self.folders.mktemp(f"reference-{parallel}-{nodes}"),
+            name="reference",
+            partition="normal",
+            nodes=nodes,
+            args={"steps": STEPS, "parallel": parallel},
+        )
+        watched.wait_finished()
+        self[which] = (watched.digest(), consumed(watched.run.path))
+        return self[which]
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[str, dict]]]:
-    """Digest and samples of the run that nothing happened to, per kind of parallelism."""
-    known: dict[str, tuple[str, dict]] = {}
-
-    class Lazily(dict):
-        def __missing__(self, parallel: str) -> tuple[str, dict]:
-            folder = tmp_path_factory.mktemp(f"reference-{parallel}")
-            watched = submit(
-                cluster,
-                folder,
-                name="reference",
-                partition="normal",
-                args={"steps": STEPS, "parallel": parallel},
-            )
-            watched.wait_finished()
-            self[parallel] = (watched.digest(), consumed(watched.run.path))
-            return self[parallel]
-
-    yield Lazily(known)
+def uninterrupted(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    return Uninterrupted(cluster, tmp_path_factory)
 
 
 def causes(watched: Watched) -> list[Cause]:
@@ -66,22 +67,32 @@ def repeated_steps(watched: Watched) -> int:
 
 
 @pytest.mark.parametrize(
-    ("way", "parallel"),
+    ("way", "parallel", "nodes"),
     [
-        (Way.TEMPLATE, "ddp"),
-        (Way.FORGE, "fsdp2"),
-        (Way.STOCK, "ddp"),
-        pytest.param(Way.TEMPLATE, "fsdp2", marks=pytest.mark.slow),
-        pytest.param(Way.FORGE, "ddp", marks=pytest.mark.slow),
-        pytest.param(Way.STOCK, "fsdp2", marks=pytest.mark.slow),
+        (Way.TEMPLATE, "ddp", 2),
+        (Way.FORGE, "fsdp2", 4),
+        (Way.STOCK, "ddp", 2),
+        pytest.param(Way.TEMPLATE, "fsdp2", 4, marks=pytest.mark.slow),
+        pytest.param(Way.FORGE, "ddp", 4, marks=pytest.mark.slow),
+        pytest.param(Way.STOCK, "fsdp2", 4, marks=pytest.mark.slow),
     ],
 )
 def test_preempted_with_grace_loses_nothing(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict, way: Way, parallel: str
+    slurm: SlurmCluster,
+    tmp_path: Path,
+    uninterrupted: Uninterrupted,
+    way: Way,
+    parallel: str,
+    nodes: int,
 ) -> None:
-    reference, samples = uninterrupted[parallel]
+    reference, samples = uninterrupted[parallel, nodes]
     watched = submit(
-        slurm, tmp_path, name="preempted", way=way, args={**PACE, "parallel": parallel}
+        slurm,
+        tmp_path,
+        name="preempted",
+        way=way,
+        nodes=nodes,
+        args={**PACE, "parallel": parallel},
     )
     watched.wait_step(25)
     slurm.preempt(watched.job)
@@ -105,8 +116,10 @@ def test_preempted_with_grace_loses_nothing(
 
 
 @pytest.mark.slow
-def test_ten_preemptions_in_a_row(slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict) -> None:
-    reference, samples = uninterrupted["ddp"]
+def test_ten_preemptions_in_a_row(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    reference, samples = uninterrupted["ddp", 4]
     watched = submit(slurm, tmp_path, name="often", way=Way.FORGE, args={**PACE, "pace": 0.2})
     for number in range(1, 11):
         watched.wait_step((watched.state.committed_step or 0) + 1, attempt=number)
@@ -121,13 +134,14 @@ def test_ten_preemptions_in_a_row(slurm: SlurmCluster, tmp_path: Path, uninterru
 
 
 def test_preempted_without_grace_loses_at_most_one_interval(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    reference, samples = uninterrupted["ddp"]
+    reference, samples = uninterrupted["ddp", 2]
     # A step that outlasts KillWait: the signal comes, and no commit can.
     watched = submit(
         slurm,
         tmp_path,
+        nodes=2,
         name="nograce",
         partition="preempt-nograce",
         args={**PACE, "long_step": 30, "long_seconds": 60},
@@ -142,17 +156,19 @@ def test_preempted_without_grace_loses_at_most_one_interval(
 
 
 def test_time_limit_shorter_than_the_training(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    reference, samples = uninterrupted["ddp"]
+    reference, samples = uninterrupted["ddp", 2]
     watched = submit(
         slurm,
         tmp_path,
+        nodes=2,
         name="limited",
         partition="normal",
         minutes=1,
-        args={**PACE, "pace": 0.6},
-        lead="12s",
+        # Cut off after 42 s of its minute: a training of 48 s is not through by then.
+        args={**PACE, "pace": 0.4},
+        lead="18s",
     )
     state = watched.wait_finished(240)
     assert len(state.attempts) >= 2
@@ -164,9 +180,9 @@ def test_time_limit_shorter_than_the_training(
 
 @pytest.mark.slow
 def test_step_longer_than_the_lead_time_is_requeued_all_the_same(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    reference, samples = uninterrupted["ddp"]
+    reference, samples = uninterrupted["ddp", 4]
     watched = submit(
         slurm,
         tmp_path,
@@ -187,7 +203,7 @@ def test_step_longer_than_the_lead_time_is_requeued_all_the_same(
 
 
 def test_scancel_stays_cancelled(slurm: SlurmCluster, tmp_path: Path) -> None:
-    watched = submit(slurm, tmp_path, name="cancelled", args=PACE)
+    watched = submit(slurm, tmp_path, name="cancelled", args=PACE, nodes=2)
     watched.wait_step(5)
     slurm.run("scancel", watched.job)
     slurm.wait_state(watched.job, ["CANCELLED"], 30)
@@ -217,9 +233,11 @@ def test_finished_run_requeued_by_an_administrator_does_nothing(
 
 
 @pytest.mark.slow
-def test_nan_on_one_rank_of_four(slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict) -> None:
+def test_nan_on_one_rank_of_four(
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
     """A gradient goes bad once, then three batches are poisoned: cured without a restart."""
-    _, samples = uninterrupted["ddp"]
+    _, samples = uninterrupted["ddp", 4]
     watched = submit(
         slurm,
         tmp_path,
@@ -258,9 +276,9 @@ def test_nan_on_one_rank_of_four(slurm: SlurmCluster, tmp_path: Path, uninterrup
 
 @pytest.mark.slow
 def test_out_of_memory_in_backward_of_one_rank(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    _, samples = uninterrupted["ddp"]
+    _, samples = uninterrupted["ddp", 4]
     watched = submit(
         slurm,
         tmp_path,
@@ -300,12 +318,13 @@ def test_a_frozen_rank_is_named_by_the_probe(slurm: SlurmCluster, tmp_path: Path
 
 
 def test_controller_down_leaves_an_intent_that_reconcile_carries_out(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: dict
+    slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    reference, _ = uninterrupted["ddp"]
+    reference, _ = uninterrupted["ddp", 2]
     watched = submit(
         slurm,
         tmp_path,
+        nodes=2,
         name="nobody-there",
         args=PACE,
         partition="normal",

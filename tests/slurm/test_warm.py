@@ -17,27 +17,8 @@ from tests.slurm.harness import Watched, Way, submit, worker_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-STEPS = 40
+STEPS = 60
 EVERY = {"every_steps": 10, "every_minutes": None}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict]:
-    """Digest and samples of the run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("reference")
-    watched = submit(
-        cluster,
-        folder,
-        name="reference",
-        partition="normal",
-        nodes=2,
-        args={"steps": STEPS},
-        checkpoint=EVERY,
-    )
-    watched.wait_finished()
-    return watched.digest(), consumed(watched.run.path)
 
 
 def starts(watched: Watched) -> list[str]:
@@ -46,7 +27,7 @@ def starts(watched: Watched) -> list[str]:
 
 @pytest.mark.parametrize("way", [Way.TEMPLATE, pytest.param(Way.FORGE, marks=pytest.mark.slow)])
 def test_warm_relaunch_after_sigkill(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict], way: Way
+    slurm: SlurmCluster, tmp_path: Path, undisturbed: tuple[str, dict], way: Way
 ) -> None:
     watched = submit(
         slurm,
@@ -71,12 +52,12 @@ def test_warm_relaunch_after_sigkill(
     (attempt,) = state.attempts
     assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
     assert attempt.incidents[0][1].rank == 1
-    assert consumed(watched.run.path) == uninterrupted[1]
-    assert watched.digest() == uninterrupted[0]
+    assert consumed(watched.run.path) == undisturbed[1]
+    assert watched.digest() == undisturbed[0]
 
 
 def test_the_others_go_on_in_their_process(
-    slurm: SlurmCluster, tmp_path: Path, uninterrupted: tuple[str, dict]
+    slurm: SlurmCluster, tmp_path: Path, undisturbed: tuple[str, dict]
 ) -> None:
     watched = submit(
         slurm,
@@ -99,5 +80,5 @@ def test_the_others_go_on_in_their_process(
     assert starts(watched) == ["cold", "in_process"]
     (attempt,) = state.attempts
     assert [i.cause for _, i in attempt.incidents] == [Cause.CRASH]
-    assert consumed(watched.run.path) == uninterrupted[1]
-    assert watched.digest() == uninterrupted[0]
+    assert consumed(watched.run.path) == undisturbed[1]
+    assert watched.digest() == undisturbed[0]

@@ -75,6 +75,7 @@ class SlurmCluster(RunningCluster):
         state, self._starter = lifecycle.boot(self.spec, self.layout, self.env)
         booted = time.monotonic()
         self._adopt(replace(state, boot_s=booted - began))
+        self._make_qos()
         job_id = self.sbatch("true", "--output=/dev/null", "--job-name=hello")
         self.wait_state(job_id, "COMPLETED", timeout=60.0)
         self._adopt(replace(self.state, trivial_job_s=time.monotonic() - booted))
@@ -111,6 +112,7 @@ class SlurmCluster(RunningCluster):
         return self.sbatch(
             f"sleep {hold}",
             f"--partition={top.name}",
+            *(f"--qos={each.name}" for each in self.spec.qos if each.preempts),
             f"--nodelist={victim.nodes}",
             f"--nodes={count}",
             "--exclusive",

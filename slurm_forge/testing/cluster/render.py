@@ -9,7 +9,12 @@ from __future__ import annotations
 from datetime import timedelta
 
 from slurm_forge.testing.cluster.layout import CgroupKind, Layout, Platform, Ports, SlurmVersion
-from slurm_forge.testing.cluster.spec import ClusterSpec, PartitionSpec, Tracking
+from slurm_forge.testing.cluster.spec import (
+    ClusterSpec,
+    PartitionPreemption,
+    PartitionSpec,
+    Tracking,
+)
 
 __all__ = [
     "cgroup_conf",
@@ -19,12 +24,19 @@ __all__ = [
     "epilog",
     "gres_conf",
     "node_names",
+    "qos_commands",
     "slurm_conf",
     "slurmdbd_conf",
 ]
 
 _QUICK = "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0"
 _PREEMPT_PARAMETERS = SlurmVersion(23, 2)  # before: SlurmctldParameters
+_QOS_MODES = {
+    PartitionPreemption.OFF: "cluster",
+    PartitionPreemption.REQUEUE: "requeue",
+    PartitionPreemption.CANCEL: "cancel",
+    PartitionPreemption.SUSPEND: "suspend",
+}
 _MAX_BATCH_REQUEUE = SlurmVersion(23, 11)  # before: a constant in the source
 
 
@@ -86,8 +98,9 @@ def slurm_conf(spec: ClusterSpec, layout: Layout, ports: Ports, platform: Platfo
         *([_QUICK] if spec.quick_scheduling else []),
         *([f"Epilog={layout.epilog}"] if spec.epilog else []),
         "PriorityType=priority/basic",
-        "PreemptType=preempt/partition_prio",
-        "PreemptMode=REQUEUE",
+        f"PreemptType=preempt/{'qos' if spec.qos else 'partition_prio'}",
+        # What a partition or a QOS says of its own wins.
+        f"PreemptMode={'SUSPEND,GANG' if spec.suspends else 'REQUEUE'}",
         *(
             ["PreemptParameters=send_user_signal"]
             if spec.send_user_signal and platform.version >= _PREEMPT_PARAMETERS
@@ -230,6 +243,22 @@ def _partition(partition: PartitionSpec, nodes: str, spec: ClusterSpec) -> str:
         f" PreemptMode={partition.preempt_mode.value}"
         f" GraceTime={_seconds(partition.grace_time)}"
     )
+
+
+def qos_commands(spec: ClusterSpec) -> tuple[tuple[str, ...], ...]:
+    """The arguments of sacctmgr that make the cluster's QOS what ``spec`` says, in order."""
+    made = [("-i", "add", "qos", each.name) for each in spec.qos]
+    changed = [
+        (
+            *("-i", "modify", "qos", each.name, "set"),
+            # Slurm's word for "as the cluster does"; it knows none for never.
+            f"PreemptMode={_QOS_MODES[each.preempt_mode]}",
+            f"GraceTime={_seconds(each.grace_time)}",
+            *([f"Preempt={','.join(each.preempts)}"] if each.preempts else []),
+        )
+        for each in spec.qos
+    ]
+    return (*made, *changed)
 
 
 def _seconds(value: timedelta) -> int:

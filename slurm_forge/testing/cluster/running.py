@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -220,3 +221,23 @@ class RunningCluster(SlurmClients):
         starter = self._start_again()
         starter.controller()
         starter.nodes(self.nodes)
+        self._make_qos()
+
+    def _make_qos(self) -> None:
+        """The controller hears of each change from slurmdbd; known is what it prints itself."""
+        for arguments in render.qos_commands(self.spec):
+            done = self.run("sacctmgr", *arguments, check=False)
+            told = done.stdout + done.stderr
+            harmless = ("lready existing", "Nothing modified", "Nothing new added")
+            if done.returncode != 0 and not any(words in told for words in harmless):
+                raise ForgeError(
+                    f"sacctmgr {' '.join(arguments)}: {told.strip()}",
+                    next_step=f"The log is {self.layout.log('slurmdbd')}.",
+                )
+        wanted = {each.name for each in self.spec.qos}
+        if wanted:
+            self.wait_for(lambda: wanted <= self._known_qos(), 30, "the controller to know the QOS")
+
+    def _known_qos(self) -> set[str]:
+        text = self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
+        return set(re.findall(r"^QOS=([^(\s]+)", text, re.MULTILINE))

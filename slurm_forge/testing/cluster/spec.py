@@ -12,6 +12,7 @@ __all__ = [
     "ClusterSpec",
     "PartitionPreemption",
     "PartitionSpec",
+    "QosSpec",
     "Tracking",
     "default_partitions",
 ]
@@ -38,11 +39,13 @@ class Tracking(str, enum.Enum):
 
 
 class PartitionPreemption(str, enum.Enum):
-    """slurm.conf's PreemptMode of a partition."""
+    """PreemptMode of a partition (slurm.conf) or of a QOS (sacctmgr)."""
 
     OFF = "OFF"
     REQUEUE = "REQUEUE"
     CANCEL = "CANCEL"
+    #: Needs gang scheduling, which is switched on where any partition or QOS suspends.
+    SUSPEND = "SUSPEND"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,23 @@ class PartitionSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"partition name {self.name!r}: lower case letters, digits, dashes, _")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QosSpec:
+    """One QOS that jobs may ask for; ``preempts`` are the names of those that it takes nodes from.
+
+    A cluster that has any preempts by QOS (``PreemptType=preempt/qos``) and not by partition.
+    """
+
+    name: str
+    preempt_mode: PartitionPreemption = PartitionPreemption.OFF
+    grace_time: timedelta = timedelta(0)
+    preempts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"QOS name {self.name!r}: lower case letters, digits, dashes")
 
 
 def default_partitions() -> tuple[PartitionSpec, ...]:
@@ -112,6 +132,7 @@ class ClusterSpec:
     accounting: bool = True
     quick_scheduling: bool = True
     epilog: timedelta = timedelta(0)
+    qos: tuple[QosSpec, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("nodes", "cpus", "memory_mib", "default_memory_per_cpu_mib"):
@@ -127,3 +148,15 @@ class ClusterSpec:
             raise ValueError("exactly one partition must be the default")
         if len({p.name for p in self.partitions}) != len(self.partitions):
             raise ValueError("partition names must differ")
+        if self.qos and not self.accounting:
+            raise ValueError("QOS live in the accounting database")
+        unknown = {name for each in self.qos for name in each.preempts} - {q.name for q in self.qos}
+        if unknown:
+            raise ValueError(f"preempts names no QOS of this cluster: {', '.join(sorted(unknown))}")
+
+    @property
+    def suspends(self) -> bool:
+        """Whether any job may be suspended to make room."""
+        modes = {each.preempt_mode for each in self.partitions}
+        modes |= {each.preempt_mode for each in self.qos}
+        return PartitionPreemption.SUSPEND in modes

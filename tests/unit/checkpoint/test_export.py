@@ -354,7 +354,7 @@ def test_errors_of_the_process_are_safe_for_a_terminal(tmp_path, capsys):
     assert main(["--plain", str(tmp_path / "p"), "--to", target, "--format", "safetensors"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "w?]0;owned? is torch.complex128" in said.err
+    assert r"w\x1b]0;owned\x07 is torch.complex128" in said.err
     assert "\x1b" not in said.err
     assert not Path(target).exists()
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.checkpoint.index import Index, SavedTensor, data_file
@@ -59,7 +59,6 @@ def check(index, sizes):
         assert (filled == 1).all(), f"{key} is not there whole, or a part of it twice"
 
 
-@settings(max_examples=60)
 @given(indices())
 def test_bytes_and_back(case):
     index, sizes = case
@@ -70,7 +69,6 @@ def test_bytes_and_back(case):
     assert again.to_bytes() == index.to_bytes()
 
 
-@settings(max_examples=100)
 @given(indices(), st.data())
 def test_flipped_bits_raise_nothing_but_a_rejection(case, data):
     index, sizes = case
@@ -86,7 +84,6 @@ def test_flipped_bits_raise_nothing_but_a_rejection(case, data):
                 assert place.at + shard.nbytes <= sizes[found.files[place.file]]
 
 
-@settings(max_examples=100)
 @given(st.binary(max_size=100))
 def test_junk_is_rejected(data):
     with pytest.raises(CheckpointRejectedError):
@@ -229,7 +226,6 @@ def places(value, path=()):
 JUNK = [None, True, False, -1, 0, 1, 2, 3, 5, 2**31, 2**62, 2**63, 1.0, "", "x", [], {}, [[]], [0]]
 
 
-@settings(max_examples=300)
 @given(st.sampled_from(list(places(body()))[1:]), st.sampled_from(JUNK))
 def test_whatever_is_put_anywhere_is_rejected_or_harmless(path, junk):
     value = body()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -126,7 +126,6 @@ def check(folder, tensors, wanted, files=2, **options):
     return targets
 
 
-@settings(max_examples=100)
 @given(cases())
 def test_any_part_of_any_tensor_in_any_shards_is_what_was_saved(tmp_path_factory, case):
     tensors, wanted, files, direct = case

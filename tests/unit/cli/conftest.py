@@ -100,7 +100,9 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     monkeypatch.chdir(tmp_path)
-    for name in ("SLURM_FORGE_RUNS", "SLURM_FORGE_SITE", "SLURM_FORGE_NODES", "XDG_STATE_HOME"):
+    for name in ("SLURM_FORGE_RUNS", "SLURM_FORGE_SITE", "SLURM_FORGE_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name in ("SLURM_CLUSTER_NAME", "CC_CLUSTER", "NERSC_HOST", "SYSTEMNAME", "TACC_SYSTEM"):
         monkeypatch.delenv(name, raising=False)  # the cluster that the tests run on

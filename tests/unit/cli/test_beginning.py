@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.cli.first_files import FirstFiles, Way, Wishes, first_files, name_from
@@ -41,7 +41,6 @@ names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 maybe = st.none()
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     way=st.sampled_from(Way),
     name=names | st.sampled_from(["null", "0123", "1e3", "off", "2024-01-01"]),
@@ -118,7 +117,6 @@ def _is_what_was_asked(script: str, job: JobSpec) -> None:
     ], "something else would be run"
 
 
-@settings(deadline=None, max_examples=60)
 @given(text=st.text(max_size=20), key=st.sampled_from(["name", "partition", "account", "time",
        "mem", "gpus_per_node", "entry", "site", "template"]))  # fmt: skip
 def test_any_text_is_taken_as_it_is_or_refused_by_name(text: str, key: str) -> None:

@@ -58,6 +58,11 @@ def folder(tmp_path: Path) -> Path:
         ("slurm-forge status tiny", ["tiny-gpt", "tiny-vit"]),
         ("slurm-forge checkpoints list ", ["other", "tiny-gpt", "tiny-vit"]),
         ("slurm-forge submit train.yaml --site gen", ["generic"]),
+        ("slurm-forge run train.yaml --set resources.cpus", ["resources.cpus_per_task="]),
+        (
+            "slurm-forge submit train.yaml --set probe.ban",
+            ["probe.bandwidth.enabled=", "probe.bandwidth.every=", "probe.bandwidth.size="],
+        ),
         ("slurm-forge policy test train.yaml --cause pre", ["preempted"]),
     ],
 )

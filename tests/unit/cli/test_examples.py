@@ -16,6 +16,7 @@ SEVERAL = {
     "reconcile", "stop", "save", "export", "checkpoints list", "checkpoints verify",
     "checkpoints promote", "checkpoints suspect", "checkpoints prune", "nodes list",
     "nodes release", "nodes strike", "policy test", "probe", "sites list", "sites show",
+    "config show", "config schema",
 }  # fmt: skip
 ROOT = typer.main.get_command(app)
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
 from tests.unit.cli.conftest import Shell
+from tests.warm import Process, WarmParent
 
 FIELDS = "{latest}, {attempt}, {launch}, {restarts}, {run_dir}"
 
@@ -71,19 +72,18 @@ def test_a_wrong_command_line(shell: Shell, line: str, message: str) -> None:
 class Exec:
     """``slurm-forge exec`` as a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: WarmParent) -> None:
         self.folder = folder
+        self.parent = parent
         self.run = RunDirectory.at(folder / "runs" / "x")
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> Process:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-        return subprocess.Popen(
-            [sys.executable, "-m", "slurm_forge.cli.main", "exec", "--name", "x", *words],
+        return self.parent.start(
+            "slurm_forge.cli.main",
+            ["exec", "--name", "x", *words],
             cwd=self.folder,
             env={**environment, "SLURM_FORGE_NODES": "off"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -100,9 +100,15 @@ class Exec:
         return [r.event for r in read_journal(self.run)[0] if isinstance(r.event, kind)]
 
 
+@pytest.fixture(scope="module")
+def parent() -> Iterator[WarmParent]:
+    with WarmParent("slurm_forge.cli.main", "slurm_forge.launch.execute_here") as warm:
+        yield warm
+
+
 @pytest.fixture
-def execute(tmp_path: Path) -> Exec:
-    return Exec(tmp_path)
+def execute(tmp_path: Path, parent: WarmParent) -> Exec:
+    return Exec(tmp_path, parent)
 
 
 def wait_for(there: Callable[[], bool], seconds: float = 30) -> None:

@@ -219,7 +219,7 @@ def test_an_error_of_ours_is_a_message(
     trains(breaks)
     result = shell("run", "train.yaml")
     assert result.exit_code == 2
-    assert result.stderr == "it broke ?[2J\n  Do this.\n"
+    assert result.stderr == "it broke \\x1b[2J\n  Do this.\n"
 
 
 def test_for_programs_what_a_person_is_told_goes_elsewhere(

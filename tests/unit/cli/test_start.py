@@ -30,7 +30,7 @@ VERBS = [
 HEAVY = {"torch", "numpy", "submitit", "jinja2", "rich", "cloudpickle"}
 
 
-def imported(*words: str) -> set[str]:
+def imported(*words: str, works: bool = True) -> set[str]:
     """Top-level modules that the command has imported when it is through."""
     program = (
         "import sys, atexit\n"
@@ -41,7 +41,7 @@ def imported(*words: str) -> set[str]:
         "main()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=works
     )
     return set(done.stderr.split())
 
@@ -82,3 +82,8 @@ def test_a_verb_that_does_not_exist(shell: Shell) -> None:
 def test_the_installed_command_is_this_one() -> None:
     scripts = entry_points(group="console_scripts", name="slurm-forge")
     assert {script.value for script in scripts} == {"slurm_forge.cli.main:main"}
+
+
+def test_doctor_imports_nothing_heavy() -> None:
+    found = imported("doctor", works=False)  # its status is what it finds here
+    assert "slurm_forge" in found and not found & HEAVY, "torch is looked up, not imported"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control.clock_page import ClockReader, Lasted, ProgressClock, new_page
@@ -137,7 +137,6 @@ def test_more_than_fit_leave_the_last_ones(shared: Shared) -> None:
 NAMES = st.text(min_size=1, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 2**40), st.integers(0, LAST)), max_size=20))
 def test_the_last_word_is_what_is_read(words: list[tuple[str, int, int]]) -> None:
     shared = Shared()

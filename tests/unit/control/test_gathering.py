@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control.gathering import SETTLE_S, Agreement, Gathering, Place
@@ -259,7 +259,6 @@ KINDS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     ranks=programs(),
     kinds=KINDS,

@@ -79,7 +79,6 @@ def test_agents_messages_come_back_and_are_none_of_the_ranks(kind: type[p.Messag
     back()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_do_more_than_be_refused(line: bytes) -> None:
     try:
@@ -88,7 +87,6 @@ def test_no_bytes_do_more_than_be_refused(line: bytes) -> None:
         assert error.next_step
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     message=MESSAGES,
     key=TEXT,

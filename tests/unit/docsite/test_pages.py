@@ -22,9 +22,11 @@ from docsite.links import rewritten
 from docsite.pages import DOCS, missing, pages, title_of
 from docsite.variables import variables
 from slurm_forge.cli.examples import words_for_us
+from slurm_forge.documents import load
 from slurm_forge.journal import events
 from slurm_forge.knobs import Knobs
 from slurm_forge.spec.faults import parse_faults
+from slurm_forge.spec.layers import Layer, combined
 from slurm_forge.spec.loading import job_from_mapping, to_mapping
 from slurm_forge.spec.types import Section
 from slurm_forge.vocabulary.cause import Cause
@@ -33,6 +35,7 @@ from tests.unit.cli.test_examples import parse
 
 CAUSES = [DOCS / page_of(cause) for cause in Cause]
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+SETTINGS = DOCS / "configuration.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -121,13 +124,13 @@ def test_every_variable_is_named_once() -> None:
     known = Knobs(
         channel="h:1", nonce="n", attempt=1, launch=1, started=1.0, agents="h:1", agents_nonce="n",
         lifeline=True, run="r", latest="l", restarts=1, site="s", runs="r", nodes="n",
-        state_home="/s",
+        state_home="/s", config_home="/c",
     ).to_environ()  # fmt: skip
     for name in known:
         assert text.count(f"| `{name}` |") == 1, name
 
 
-@pytest.mark.parametrize("file", [*CAUSES, *TUTORIALS], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*CAUSES, *TUTORIALS, SETTINGS], ids=lambda file: file.stem)
 def test_what_is_to_be_typed_can_be_typed(file: Path) -> None:
     found = 0
     for text in blocks(file, ""):
@@ -160,6 +163,27 @@ def test_what_is_to_be_written_into_a_job_file_is_valid(file: Path) -> None:
         job_from_mapping(
             {"name": "x", "entry": "a:b", "recovery": {rung[0]: load(f"x: {rung[1]}").data["x"]}}
         )
+
+
+def test_settings_that_are_shown_are_valid_and_so_is_what_is_set() -> None:
+    small = load("name: x\nentry: a:b\n", "train.yaml")
+    found = blocks(SETTINGS, "yaml")
+    assert len(found) >= 2
+    for text in found:
+        layered = combined([Layer(load(text, "config.yaml"), Path("/"), own=True)], small)
+        assert layered.job != job_from_mapping({"name": "x", "entry": "a:b"})
+    sets = [
+        words[index + 1]
+        for text in blocks(SETTINGS, "")
+        for line in text.splitlines()
+        if line.startswith("slurm-forge ")
+        for words in [words_for_us(line) or []]
+        for index, word in enumerate(words)
+        if word == "--set"
+    ]
+    assert len(sets) >= 8
+    for setting in sets:
+        assert combined([], small, [setting]).job != combined([], small).job or "[]" in setting
 
 
 def test_every_action_is_explained() -> None:

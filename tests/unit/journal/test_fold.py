@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import RunStatus, fold
@@ -377,7 +377,6 @@ def long_story() -> list[Record]:
     return story.records
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kept=st.integers(1, 40))
 def test_the_order_of_the_files_makes_no_difference(seed: int, kept: int) -> None:
     told = long_story()[:kept]
@@ -386,7 +385,6 @@ def test_the_order_of_the_files_makes_no_difference(seed: int, kept: int) -> Non
     assert fold(shuffled) == fold(told)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     order=st.permutations(range(12)),
     times=st.lists(st.floats(0, 100), min_size=12, max_size=12),

@@ -16,7 +16,7 @@ from slurm_forge.launch.attempt import Attempt, Refusal, begin
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.classify import LostRank, RankFailure
 from slurm_forge.recovery.stalls import Stall
-from slurm_forge.recovery.straggling import Straggler, Why
+from slurm_forge.recovery.stragglers import Straggler, Why
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState

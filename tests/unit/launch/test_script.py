@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
@@ -141,7 +141,6 @@ NASTY = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(NASTY, NASTY, NASTY)
 def test_no_text_becomes_a_directive_or_a_command(
     tmp_path_factory: pytest.TempPathFactory, value: str, path: str, option: str

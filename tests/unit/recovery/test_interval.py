@@ -11,6 +11,7 @@ from slurm_forge.journal import KnownCheckpoint, RunState
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.recovery.interval import (
     FIRST,
+    advised_interval,
     best_interval,
     mean_time_between,
     measured_interval,
@@ -89,3 +90,16 @@ def test_an_attempt_that_ended_without_a_word_was_an_interruption() -> None:
     silent = RunState(attempts=tuple(attempt(n, n * day, None) for n in range(10)))
     # Ten days, of which nine attempts ended silently; the last one still runs.
     assert seen_between(silent, now=10 * day) == (timedelta(days=10) + timedelta(days=1)) / 10
+
+
+def test_runs_together_say_what_their_slowest_save_and_all_interruptions_say() -> None:
+    quick = state(blocked_s=0.1, causes=(Cause.PREEMPTED,) * 3)
+    slow = state(blocked_s=0.5, causes=(Cause.USER_CANCELLED,) * 3)
+    found = advised_interval((quick, slow), now=864e3)
+    assert (found.runs, found.saves, found.interruptions) == (2, 2, 3)
+    assert found.blocked == timedelta(seconds=0.5) and found.running == timedelta(days=20)
+    assert found.every == best_interval(
+        blocked=timedelta(seconds=0.5), durable=timedelta(seconds=1), between=found.between
+    )
+    assert advised_interval((), now=0.0).every == advised_interval((RunState(),), now=0.0).every
+    assert advised_interval((), now=0.0).every == FIRST

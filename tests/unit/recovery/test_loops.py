@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import events as ev
@@ -469,7 +469,6 @@ def test_without_a_clock_the_newest_start_is_now() -> None:
 # -- whatever happens ------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     row=st.lists(st.tuples(st.sampled_from([*FAULTS, *CIRCUMSTANCES]), st.booleans()), max_size=40),
     twice=st.booleans(),

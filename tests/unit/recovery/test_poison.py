@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.windows import total
@@ -97,7 +97,6 @@ def poisoned(batches: int, *, at: int = 100) -> SampleWindow:
     return SampleWindow(at * BATCH, (at + batches) * BATCH)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     cause=st.sampled_from(UNSTABLE),
     found_after=st.integers(3, 6),

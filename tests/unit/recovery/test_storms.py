@@ -36,7 +36,7 @@ IN_THE_JOB = {
     Action.WARN,
 }
 BATCH = 32
-LONGEST = 10_000
+LONG = pytest.mark.parametrize("number", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
 
 
 class Storm:
@@ -171,7 +171,6 @@ def unlimited(policy: Recovery, cause: Cause) -> bool:
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=80, deadline=None)
 @given(policy=policies(), seed=SEEDS, strikes=st.integers(1, 60), twice=st.booleans())
 def test_any_policy_in_any_storm(policy: Recovery, seed: int, strikes: int, twice: bool) -> None:
     storm = Storm(policy, seed, twice=twice)
@@ -199,7 +198,8 @@ def test_without_progress_every_limited_ladder_is_held_and_stays_so(
     assert any(action in FINAL for action in actions)
 
 
-def test_ten_thousand_incidents_without_progress_are_held_after_a_handful() -> None:
+@LONG
+def test_thousands_of_incidents_without_progress_are_held_after_a_handful(number: int) -> None:
     """Somebody starts the run again every time: the budgets stay used, whatever is done."""
     policy = default_recovery()
     limited = [cause for cause in Cause if policy.ladder(cause) and not unlimited(policy, cause)]
@@ -207,7 +207,7 @@ def test_ten_thousand_incidents_without_progress_are_held_after_a_handful() -> N
     storm = Storm(policy, 1)
     storm.progress()
     going_on = 0
-    for _ in range(LONGEST):
+    for _ in range(number):
         going_on += storm.strike(storm.random.choice(limited)).action not in FINAL
     assert 0 < going_on <= budget
 
@@ -238,11 +238,12 @@ def most_without_progress(policy: Recovery) -> int:
     return row * (budgets + 1)
 
 
-def test_ten_thousand_incidents_of_every_cause_without_progress_all_come_to_an_end() -> None:
+@LONG
+def test_thousands_of_incidents_of_every_cause_without_progress_all_end(number: int) -> None:
     """With those that have no limit: run after run is held, soon, and says why."""
     struck = seed = 0
     policy = default_recovery()
-    while struck < LONGEST:
+    while struck < number:
         storm = Storm(policy, seed)
         if seed % 2:
             storm.progress()
@@ -265,7 +266,6 @@ def test_one_cause_alone_without_progress_comes_to_an_end(cause: Cause) -> None:
     assert storm.life.state.status is RunStatus.HELD
 
 
-@settings(max_examples=60, deadline=None)
 @given(policy=policies(), seed=SEEDS)
 def test_any_policy_without_progress_comes_to_an_end(policy: Recovery, seed: int) -> None:
     storm = Storm(policy, seed)

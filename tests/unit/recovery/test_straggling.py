@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.straggling import Over, Reading, Straggler, Straggling, Why, in_words
+from slurm_forge.recovery.stragglers import Over, Reading, Straggler, Why, in_words
+from slurm_forge.recovery.straggling import Straggling
 
 #: A trial comes with every fourth window, as at shipped settings.
 TRIALS = 4
@@ -68,7 +70,7 @@ class Job:
         )
 
     def _step(self, rng: random.Random, usual: float) -> float:
-        took = usual * rng.lognormvariate(0, self.scatter)
+        took = usual * math.exp(rng.gauss(0, self.scatter))  # lognormvariate draws slowly
         if rng.random() < 0.03:  # garbage is collected, a file comes late
             took += rng.paretovariate(1.5) * usual
         return took
@@ -109,7 +111,6 @@ def test_nobody_is_named_in_ten_thousand_noisy_runs(kind: str) -> None:
     assert not wrong
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     rank=st.integers(0, 7),
@@ -307,7 +308,6 @@ def test_a_thousand_ranks_take_milliseconds() -> None:
     assert time.process_time() - began < 1.0
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.lists(

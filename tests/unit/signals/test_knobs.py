@@ -23,6 +23,7 @@ WORD = st.none() | st.text(st.characters(exclude_characters="\0"), min_size=1, m
     runs=WORD,
     nodes=WORD,
     state_home=WORD,
+    config_home=WORD,
 )
 def test_a_child_reads_what_its_parent_handed_down(
     channel: str | None,
@@ -37,6 +38,7 @@ def test_a_child_reads_what_its_parent_handed_down(
     runs: str | None,
     nodes: str | None,
     state_home: str | None,
+    config_home: str | None,
 ) -> None:
     knobs = Knobs(
         channel=channel,
@@ -51,6 +53,7 @@ def test_a_child_reads_what_its_parent_handed_down(
         runs=runs,
         nodes=nodes,
         state_home=state_home,
+        config_home=config_home,
     )
     assert Knobs.from_environ(knobs.to_environ()) == knobs
 

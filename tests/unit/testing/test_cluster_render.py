@@ -24,6 +24,7 @@ from slurm_forge.testing.cluster.spec import (
     ClusterSpec,
     PartitionPreemption,
     PartitionSpec,
+    QosSpec,
     Tracking,
 )
 
@@ -245,3 +246,41 @@ def test_a_spec_without_a_single_default_partition_is_refused() -> None:
         ClusterSpec(partitions=(replace(lone, default=True), lone))
     with pytest.raises(ValueError, match="name"):
         replace(lone, name="x\nPartitionName=evil")
+
+
+def test_suspending_needs_gang_scheduling_and_only_then_is_it_on() -> None:
+    low = PartitionSpec(name="low", preempt_mode=PartitionPreemption.SUSPEND)
+    top = PartitionSpec(name="normal", preempt_mode=PartitionPreemption.OFF, default=True)
+    assert conf(ClusterSpec(partitions=(top, low)))["PreemptMode"] == "SUSPEND,GANG"
+    assert conf()["PreemptMode"] == "REQUEUE"
+
+
+def test_a_cluster_with_qos_preempts_by_them() -> None:
+    spec = ClusterSpec(
+        qos=(
+            QosSpec(
+                name="low",
+                preempt_mode=PartitionPreemption.CANCEL,
+                grace_time=timedelta(seconds=20),
+            ),
+            QosSpec(name="high", preempts=("low",)),
+        )
+    )
+    assert conf(spec)["PreemptType"] == "preempt/qos"
+    assert conf()["PreemptType"] == "preempt/partition_prio"
+    words = [" ".join(each) for each in render.qos_commands(spec)]
+    assert words == [
+        "-i add qos low",
+        "-i add qos high",
+        "-i modify qos low set PreemptMode=cancel GraceTime=20",
+        "-i modify qos high set PreemptMode=cluster GraceTime=0 Preempt=low",
+    ]
+
+
+def test_qos_that_nobody_can_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="missing"):
+        ClusterSpec(qos=(QosSpec(name="high", preempts=("missing",)),))
+    with pytest.raises(ValueError, match="database"):
+        ClusterSpec(qos=(QosSpec(name="high"),), accounting=False)
+    with pytest.raises(ValueError, match="QOS name"):
+        QosSpec(name="High; drop")

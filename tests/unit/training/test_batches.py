@@ -15,7 +15,7 @@ from multiprocessing import connection
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
@@ -120,7 +120,6 @@ def test_an_interruption_changes_nothing():
     assert same(take(3) + take(4, start_consumed=36, num_workers=2), expected)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     windows=st.lists(st.builds(SampleWindow, st.integers(0, 120), st.integers(0, 120)), max_size=4),
     parts=st.lists(

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.training.shield import children_deaf_from_birth, shield_worker
+from tests.warm import WarmParent
 
 PROGRAM = """
 import contextlib, ctypes, os, signal, sys, threading, time
@@ -84,16 +85,22 @@ if __name__ == "__main__":
 
 
 class Trainer:
-    def __init__(self, path, method, kind):
+    def __init__(self, path, parent, method, kind):
         script = path / "program.py"
         script.write_text(PROGRAM)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), method, kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        if method == "fork":
+            self.process = parent.start(
+                str(script), [method, kind], cwd=path, env=environment, stdin=True, new_session=True
+            )
+        else:  # where workers begin anew, what they begin with is part of it
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), method, kind],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=environment,
+            )
         self.rest = b""
         said = [self.next_line() for _ in range(3)]
         assert said.count(["ready"]) == 2, said
@@ -117,12 +124,18 @@ class Trainer:
         return line
 
 
+@pytest.fixture(scope="module")
+def parent():
+    with WarmParent("torch.utils.data", "slurm_forge.training.shield") as warm:
+        yield warm
+
+
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, parent):
     with contextlib.ExitStack() as stack:
 
         def begin(method, kind):
-            trainer = Trainer(tmp_path, method, kind)
+            trainer = Trainer(tmp_path, parent, method, kind)
             stack.callback(kill_group, trainer.process)
             return trainer
 

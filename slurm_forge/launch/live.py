@@ -1,0 +1,323 @@
+"""``doctor --live`` on the login node: a small job, waited for, heard through one folder, removed.
+
+Whatever happens to the command, the job is cancelled and the folder goes, unless it is to stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from slurm_forge.errors import ForgeError, SlurmCommandError
+from slurm_forge.files import read_json, read_trusted, write_atomic
+from slurm_forge.launch.live_job import AGAIN, HERE, NODE_LOCK, NODE_ONCE, REPORT
+from slurm_forge.launch.live_meeting import meet
+from slurm_forge.launch.live_node import CARD, LOGIN_LOCK, ONCE
+from slurm_forge.launch.live_script import LIMIT, live_script
+from slurm_forge.lock import exclusive
+from slurm_forge.recovery.live_seen import JobSeen, LiveSeen, Meeting
+from slurm_forge.site.model import Site
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import PENDING_LIKE, TERMINAL, JobState
+from slurm_forge.spec import JobSpec
+
+__all__ = ["LiveWish", "look_live"]
+
+_REPORT = TypeAdapter(JobSeen)
+_LARGEST = 4 << 20
+_PREFIX = ".doctor-live-"
+_EVERY_S = 0.5
+_ASK_EVERY_S = 1.0
+#: How long what an ended job has written may take to be seen here.
+_SETTLES_S = 30.0
+_GONE_S = 20.0
+_LATE_S = 60.0
+_TAIL = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveWish:
+    """What is wanted: ``job`` from ``live_job``, ``runs`` the folder that runs lie in."""
+
+    job: JobSpec
+    site: Site
+    runs: Path
+    python: str
+    quick: bool = False
+    torch: bool = True
+    requeue_too: bool = False
+    keep: bool = False
+    start_within: timedelta = timedelta(minutes=15)
+    back_within: timedelta = timedelta(minutes=5)
+
+
+def look_live(
+    wish: LiveWish,
+    slurm: Slurm,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    wall: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> LiveSeen:
+    """Submit, wait, hear, tidy up; ``problem`` of what is returned says why there is no report.
+
+    ``ForgeError`` where nothing was submitted.
+    """
+    runs = wish.runs.expanduser().absolute()
+    made = not runs.exists()
+    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runs))
+    try:
+        return _Look(wish, slurm, folder, say, wall, sleep).run()
+    finally:
+        if not wish.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            if made:
+                with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+                    runs.rmdir()
+
+
+class _Look:
+    def __init__(
+        self,
+        wish: LiveWish,
+        slurm: Slurm,
+        folder: Path,
+        say: Callable[[str], None],
+        wall: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._wish = wish
+        self._slurm = slurm
+        self._folder = folder
+        self._say = say
+        self._wall = wall
+        self._sleep = sleep
+        self._nonce = secrets.token_hex(16)
+        self._record: JobRecord | None = None
+        self._asked = 0.0
+        self._job = ""
+
+    def run(self) -> LiveSeen:
+        wish = self._wish
+        (self._folder / "submissions").mkdir(mode=0o700)
+        write_atomic(self._folder / CARD, self._nonce.encode())
+        write_atomic(self._folder / ONCE, b"")
+        script = self._folder / "job.sbatch"
+        text = live_script(
+            wish.job,
+            wish.site,
+            self._folder,
+            python=wish.python,
+            quick=wish.quick,
+            torch=wish.torch,
+            requeue=wish.requeue_too,
+        )
+        write_atomic(script, text.encode())
+        with exclusive(self._folder / LOGIN_LOCK, timedelta(0)):
+            submitted = self._wall()
+            self._job = self._slurm.submit(script)
+            try:
+                return self._followed(submitted)
+            finally:
+                self._cancel()
+
+    def _followed(self, submitted: float) -> LiveSeen:
+        wish, resources = self._wish, self._wish.job.resources
+        self._say(f"job {self._job} submitted; it takes about a minute once it runs.")
+        seen = LiveSeen(
+            job=self._job,
+            partition=resources.partition,
+            qos=resources.qos,
+            nodes=resources.nodes,
+            folder=str(self._folder) if wish.keep else "",
+        )
+        problem = self._wait_start(submitted)
+        record = self._record
+        if record is not None:
+            seen = replace(
+                seen, partition=record.partition, qos=record.qos, pending_s=_pending(record)
+            )
+        if problem:
+            return replace(seen, problem=problem)
+        self._say(f"job {self._job} runs on {record.nodelist if record else 'its nodes'}.")
+        seen = replace(seen, meeting=self._met())
+        report, problem = self._wait_report()
+        seen = replace(seen, report=report, problem=problem)
+        if wish.requeue_too and report is not None and report.complete:
+            seen = replace(seen, requeue_tried=True, requeued_s=self._wait_back())
+        return seen
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def _wait_start(self, submitted: float) -> str:
+        """Until the job says that it is here; why it does not, else."""
+        until = submitted + self._wish.start_within.total_seconds()
+        told, over_since = "", None
+        while True:
+            if (self._folder / HERE).exists():
+                return ""
+            record = self._ask()
+            if record is not None and record.state in PENDING_LIKE and record.reason != told:
+                told = record.reason or ""
+                if told not in ("", "None"):
+                    self._say(f"job {self._job} waits: {told}")
+            if record is not None and _over(record):
+                over_since = over_since or self._wall()
+                if self._wall() > over_since + _SETTLES_S:
+                    return self._went_unseen(record)
+            elif self._wall() > until:
+                waits = record is None or record.state in PENDING_LIKE
+                reason = f" ({record.reason})" if record is not None and record.reason else ""
+                if waits:
+                    return (
+                        f"the job did not start within {_minutes(self._wish.start_within)}{reason}"
+                    )
+                return (
+                    "the job runs, and nothing of it can be seen in the folder of runs: "
+                    "do compute nodes share it?"
+                )
+            self._sleep(_EVERY_S)
+
+    def _went_unseen(self, record: JobRecord) -> str:
+        state = record.state.value
+        said = self._output()
+        if said:
+            return f"the job ended ({state}) before it had begun: {said}"
+        return (
+            f"the job ended ({state}) and has left nothing in {self._folder.parent}: compute nodes "
+            "do not share that folder with this one, or this Python is not there on them"
+        )
+
+    def _wait_report(self) -> tuple[JobSeen | None, str]:
+        until = self._wall() + LIMIT.total_seconds() + _LATE_S
+        over_since = None
+        while self._wall() < until:
+            report = self._report()
+            if report is not None and report.complete:
+                return report, ""
+            record = self._ask()
+            if record is not None and (_over(record) or record.state in PENDING_LIKE):
+                over_since = over_since or self._wall()
+                if self._wall() > over_since + _SETTLES_S:
+                    break
+            self._sleep(_EVERY_S)
+        state = "unknown" if self._record is None else self._record.state.value
+        why = self._output() or "it wrote nothing"
+        return self._report(), f"the job was cut off ({state}): {why}"
+
+    def _wait_back(self) -> float | None:
+        """Seconds from the job's own requeue until it ran again."""
+        asked = self._wall()
+        until = asked + self._wish.back_within.total_seconds()
+        self._say(f"job {self._job} requeues itself; waiting until it is back.")
+        while self._wall() < until:
+            if (self._folder / AGAIN).exists():
+                return self._wall() - asked
+            self._sleep(_EVERY_S)
+        return None
+
+    # --- the folder -------------------------------------------------------------------------------
+
+    def _met(self) -> Meeting:
+        found = meet(
+            self._folder,
+            lambda: not (self._record is not None and _over(self._record)),
+            wall=self._wall,
+            sleep=self._sleep,
+        )
+        refused: bool | None
+        try:
+            with exclusive(self._folder / NODE_LOCK, timedelta(0)) as held:
+                refused = False if held else None
+        except ForgeError:
+            refused = True
+        return replace(
+            found,
+            lock_refused=refused,
+            exclusive=self._exclusive(),
+            content_right=self._content_right(),
+        )
+
+    def _exclusive(self) -> bool | None:
+        """Whether a name that the node has taken can't be taken here."""
+        try:
+            os.close(os.open(self._folder / NODE_ONCE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return True
+        except OSError:
+            return None
+        return False
+
+    def _content_right(self) -> bool | None:
+        """Whether what the node has synced and renamed is there, whole."""
+        for _ in range(int(_SETTLES_S / _EVERY_S)):
+            for path in self._folder.glob("from-*"):
+                with contextlib.suppress(OSError, ForgeError):
+                    return read_trusted(path, _LARGEST) == self._nonce.encode()
+            self._sleep(_EVERY_S)
+        return None
+
+    def _report(self) -> JobSeen | None:
+        with contextlib.suppress(OSError, ForgeError, ValidationError):
+            found = read_json(self._folder / REPORT, _LARGEST)
+            report = _REPORT.validate_python(found)
+            return report if report.nonce == self._nonce else None
+        return None
+
+    def _output(self) -> str:
+        """The end of what the job has printed, on one line."""
+        with contextlib.suppress(OSError):
+            for path in sorted((self._folder / "submissions").glob("*.out")):
+                return " ".join(path.read_text(errors="replace").split())[-_TAIL:]
+        return ""
+
+    # --- Slurm ------------------------------------------------------------------------------------
+
+    def _ask(self) -> JobRecord | None:
+        if self._wall() < self._asked + _ASK_EVERY_S:
+            return self._record
+        self._asked = self._wall()
+        with contextlib.suppress(SlurmCommandError):
+            self._record = self._slurm.show_job(self._job) or self._record
+        return self._record
+
+    def _cancel(self) -> None:
+        """End it and see it gone: its processes write into a folder that is removed next."""
+        until = self._wall() + _GONE_S
+        with contextlib.suppress(SlurmCommandError):
+            if self._gone():
+                return
+            self._slurm.cancel(self._job)
+            while self._wall() < until and not self._gone():
+                self._sleep(_EVERY_S)
+
+    def _gone(self) -> bool:
+        record = self._slurm.show_job(self._job)
+        return record is None or _over(record)
+
+
+def _over(record: JobRecord) -> bool:
+    return record.state in TERMINAL
+
+
+def _pending(record: JobRecord) -> float | None:
+    if record.state is JobState.PENDING or None in (record.submit_time, record.start_time):
+        return None
+    assert record.submit_time is not None and record.start_time is not None  # noqa: S101
+    return (record.start_time - record.submit_time).total_seconds()
+
+
+def _minutes(span: timedelta) -> str:
+    return f"{span.total_seconds() / 60:g} min"

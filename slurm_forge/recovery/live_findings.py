@@ -1,0 +1,389 @@
+"""What a live look means for a run here: each thing that is fine, odd or wrong, and what to do.
+
+Pure: from what was seen, what was predicted, and what the site file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+
+from slurm_forge.recovery.live_seen import (
+    Fate,
+    JobSeen,
+    LiveSeen,
+    Meeting,
+    NodeSeen,
+    Round,
+    RoundKind,
+    Sighting,
+    Way,
+)
+from slurm_forge.recovery.prediction import BroughtBack, Prediction
+
+__all__ = ["Finding", "Mark", "SiteWords", "findings"]
+
+_GIB = 1 << 30
+_CLOCK_S = 2.0
+_FILES_LATE_S = 5.0
+_SHM_LEAST = 1 * _GIB
+_LOCKED_LEAST = 64 << 20
+#: Beyond what was predicted, before it is told: the scheduler's own intervals.
+_BACK_LATE = timedelta(seconds=60)
+#: Slurm may send it a minute early (sbatch, --signal); later than asked for it never is.
+_EARLY_S = 65.0
+_LATE_S = 2.0
+
+
+class Mark(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One sentence, and what to do about it where something is to be done."""
+
+    mark: Mark
+    about: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteWords:
+    """What the site file says of things that a node can be asked; None where it says nothing."""
+
+    name: str
+    internet: bool | None = None
+    socket_interface: str | None = None
+    #: Whether that interface was found on the nodes, by NCCL's rules; None: not looked.
+    interface_there: bool | None = None
+
+
+def findings(seen: LiveSeen, prediction: Prediction | None, site: SiteWords) -> tuple[Finding, ...]:
+    """All of them, in the order in which they are shown; empty where there is no report."""
+    report = seen.report
+    if report is None:
+        return ()
+    found = [*_signals(report), *_storage(report, seen.meeting)]
+    for node in report.nodes[:1]:
+        found += _commands(node, prediction)
+        found += _machine(node, site, report)
+    found += _network(seen, site)
+    found += _requeued(seen, prediction)
+    return tuple(found)
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def _signals(report: JobSeen) -> Iterator[Finding]:
+    for each in report.rounds:
+        if each.problem and each.kind is not RoundKind.WARNING:
+            yield _told(Mark.WARNING, "signals", f"{each.kind.value}: {each.problem}.")
+            continue
+        match each.kind:
+            case RoundKind.WARNING:
+                yield from _warning(each)
+            case RoundKind.STEPS_USER | RoundKind.STEPS_TERM:
+                yield from _steps(each)
+            case RoundKind.BATCH_USER:
+                heard = _all(each.of(Way.BATCH), Fate.HEARD)
+                text = "the batch step hears what is sent to it alone"
+                if not heard:
+                    text = "a signal that was sent to the batch step did not arrive there"
+                yield _told(Mark.OK if heard else Mark.WARNING, "signals", f"{text}.")
+
+
+def _warning(each: Round) -> Iterator[Finding]:
+    advice = "A run reads its end from Slurm and stops in time by its own clock."
+    heard = _all(each.of(Way.TASK), Fate.HEARD)
+    if each.before_end_s is None or each.asked_s is None or not heard:
+        text = f"Slurm's own warning: {each.problem or 'the task has not heard it'}."
+        yield _told(Mark.WARNING, "signals", text, advice)
+        return
+    early = each.before_end_s - each.asked_s
+    came = f"Slurm's own warning came {each.before_end_s:.0f} s before the end of the limit"
+    asked = f"asked for: {each.asked_s:.0f} s"
+    fine = -_LATE_S <= early <= _EARLY_S
+    yield _told(
+        Mark.OK if fine else Mark.WARNING, "signals", f"{came} ({asked}).", "" if fine else advice
+    )
+
+
+def _steps(each: Round) -> Iterator[Finding]:
+    tasks, plain = each.of(Way.TASK), each.of(Way.TASK_PLAIN)
+    if _all(tasks, Fate.HEARD):
+        latest = max(t.after_s or 0.0 for t in tasks)
+        without = "; without a handler it would have died of it" if _all(plain, Fate.DIED) else ""
+        yield _told(
+            Mark.OK,
+            "signals",
+            f"a rank hears {each.signal} {latest:.2f} s after it is sent{without}.",
+        )
+    else:
+        yield _told(
+            Mark.PROBLEM,
+            "signals",
+            f"{each.signal} does not reach the tasks of a step ({_fates(tasks)}): no save can be "
+            "made at a preemption.",
+            "Show this to the administrators; until then rely on checkpoint.every_minutes.",
+        )
+    yield from _below(each)
+    yield from _workers(each)
+
+
+def _below(each: Round) -> Iterator[Finding]:
+    """Ranks that are no direct children of slurmstepd."""
+    for way, what, advice in (
+        (Way.SHELL, "a shell", "Start ranks by exec, or leave their start to slurm-forge."),
+        (
+            Way.TORCHRUN,
+            "torchrun",
+            "Leave the signals to slurm-forge: it hears them in place of torchrun, and its ranks "
+            "are told over the control channel.",
+        ),
+    ):
+        for sighting in each.of(way):
+            if sighting.fate is Fate.CARRIED_OFF:
+                when = "" if sighting.after_s is None else f" {sighting.after_s:.1f} s later"
+                text = (
+                    f"{each.signal} ends {what} and{when} the rank below it, which hears nothing."
+                )
+                yield _told(Mark.NOTE, "signals", text, advice)
+            elif sighting.fate is Fate.NOTHING:
+                text = f"below {what} a rank hears nothing of {each.signal}."
+                yield _told(Mark.NOTE, "signals", text, advice)
+
+
+def _workers(each: Round) -> Iterator[Finding]:
+    if any(s.fate is Fate.DIED for s in each.of(Way.WORKER)):
+        yield _told(
+            Mark.PROBLEM,
+            "signals",
+            f"{each.signal} kills a loader worker that is shielded.",
+            "Please report this; num_workers: 0 avoids it.",
+        )
+    if any(s.fate is Fate.DIED for s in each.of(Way.WORKER_PLAIN)):
+        yield _told(
+            Mark.NOTE,
+            "signals",
+            f"{each.signal} reaches every process of a step here, and kills loader workers that "
+            "nobody shields.",
+            "run.batches shields them; give a DataLoader of your own worker_init_fn=shield_worker.",
+        )
+
+
+def _all(found: tuple[Sighting, ...], fate: Fate) -> bool:
+    return bool(found) and all(each.fate is fate for each in found)
+
+
+def _fates(found: tuple[Sighting, ...]) -> str:
+    return ", ".join(dict.fromkeys(each.fate.value for each in found)) or "none was there"
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+def _storage(report: JobSeen, meeting: Meeting) -> Iterator[Finding]:
+    where = "storage"
+    bad = [node for node in report.nodes if not (node.storage.visible and node.storage.writable)]
+    for node in bad:
+        yield _told(
+            Mark.PROBLEM,
+            where,
+            f"{node.host} can't use the folder of runs: {node.storage.problem or 'not writable'}.",
+            "Choose a folder that all nodes share: --runs DIR, SLURM_FORGE_RUNS.",
+        )
+    if report.nodes and not bad:
+        slowest = max(node.storage.synced_s or 0.0 for node in report.nodes)
+        text = f"every node has the folder of runs; a small file is durable in {slowest:.3f} s."
+        yield _told(Mark.OK, where, text)
+    if any(n.storage.exclusive is False for n in report.nodes) or meeting.exclusive is False:
+        yield _told(
+            Mark.PROBLEM,
+            where,
+            "two nodes could create the same file exclusively: claims can't be relied on here.",
+            "Choose another file system for --runs.",
+        )
+    if meeting.content_right is False:
+        text = "what a node had synced and renamed was not whole on the login node."
+        yield _told(Mark.PROBLEM, where, text, "Choose another file system for --runs.")
+    yield from _locks(report, meeting)
+    yield from _together(meeting)
+
+
+def _locks(report: JobSeen, meeting: Meeting) -> Iterator[Finding]:
+    answers = [node.storage.lock_refused for node in report.nodes] + [meeting.lock_refused]
+    if any(node.storage.no_locks for node in report.nodes):
+        text = "there are no file locks on this file system; nothing of a run rests on them."
+        yield _told(Mark.NOTE, "storage", text)
+    elif False in answers:
+        yield _told(
+            Mark.NOTE,
+            "storage",
+            "file locks do not hold between nodes here; nothing of a run rests on them, but two "
+            "commands on two nodes may do the same work twice.",
+        )
+    elif True in answers:
+        yield _told(Mark.OK, "storage", "file locks hold between the login node and compute nodes.")
+
+
+def _together(meeting: Meeting) -> Iterator[Finding]:
+    late = meeting.seen_after_s
+    if late is not None:
+        slow = late > _FILES_LATE_S
+        text = f"a file of one side is answered by one of the other within {late:.1f} s."
+        advice = "STOP and SAVE files work as late as that; slurm-forge stop is told at once."
+        yield _told(Mark.WARNING if slow else Mark.OK, "storage", text, advice if slow else "")
+    ahead, give = meeting.clock_ahead_s, meeting.clock_give_s or 0.0
+    if ahead is None:
+        return
+    off = abs(ahead) - give > _CLOCK_S
+    which = "ahead of" if ahead > 0 else "behind"
+    clocks = f"the node's clock is {abs(ahead):.1f} s {which} the login node's"
+    text = f"{clocks} (give or take {give:.1f} s)."
+    advice = "Times in explain are those of nodes; have the clocks set (chrony, ntp)."
+    yield _told(Mark.WARNING if off else Mark.OK, "clock", text, advice if off else "")
+
+
+# --- the node -------------------------------------------------------------------------------------
+
+
+def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[Finding]:
+    where = "slurm"
+    back = set() if prediction is None else {prediction.back_by, prediction.limit_back_by}
+    lost = set(node.missing) | set(node.silent)
+    if node.commands and not lost:
+        text = f"{', '.join(node.commands)} answer on compute nodes."
+        yield _told(Mark.OK, where, text)
+    if "scontrol" in lost:
+        needed = BroughtBack.RUN in back
+        yield _told(
+            Mark.PROBLEM if needed else Mark.WARNING,
+            where,
+            "scontrol does not work on compute nodes: a run can't requeue itself there, nor ask "
+            "whether it is being preempted.",
+            "What it wanted stays in its journal: run slurm-forge watch on a login node, which "
+            "carries it out (or slurm-forge reconcile RUN).",
+        )
+    if "sacct" in lost:
+        text = "sacct does not answer on compute nodes: some causes are told with less certainty."
+        yield _told(Mark.NOTE, where, text)
+    if node.may_submit is not True:
+        needed = BroughtBack.SUCCESSOR in back
+        told = "sbatch is missing" if "sbatch" in node.missing else "Slurm takes no job"
+        yield _told(
+            Mark.PROBLEM if needed else Mark.NOTE,
+            where,
+            f"{told} on compute nodes: no successor can be submitted from there.",
+            "slurm-forge watch on a login node submits it." if needed else "",
+        )
+
+
+def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[Finding]:
+    if node.torch is None:
+        yield _told(
+            Mark.WARNING,
+            "python",
+            f"{node.python} can't import torch on {node.host}.",
+            "Is this the environment that ranks use? Say it by setup: or the site's modules.",
+        )
+    else:
+        yield _told(
+            Mark.OK, "python", f"torch {node.torch} is imported in {node.torch_s or 0:.1f} s."
+        )
+    if site.internet is not None and node.internet is not None and site.internet != node.internet:
+        said, is_so = ("has", "has none") if site.internet else ("has no", "has some")
+        yield _told(
+            Mark.WARNING,
+            "network",
+            f"the site file {site.name} says that nodes {said} internet; {node.host} {is_so}.",
+            "Correct internet_on_compute_nodes.",
+        )
+    elif node.internet is not None:
+        without = "" if node.internet or not node.proxy else " but by a proxy"
+        text = f"internet on {node.host}: {'yes' if node.internet else 'no'}{without}."
+        yield _told(Mark.OK, "network", text)
+    if node.shm_free is not None and node.shm_free < _SHM_LEAST:
+        yield _told(
+            Mark.WARNING,
+            "memory",
+            f"shared memory has {node.shm_free / _GIB:.1f} GiB left, which loader workers need.",
+            "Fewer workers, or smaller batches in flight (prefetch_factor).",
+        )
+    if node.memory_asked is not None:
+        limit = node.memory_limit
+        text = (
+            "memory limits are not enforced here: a job that takes too much harms its neighbours."
+            if limit is None
+            else f"memory is limited to {limit / _GIB:.1f} GiB, and whoever goes beyond is killed."
+        )
+        yield _told(Mark.NOTE if limit is None else Mark.OK, "memory", text)
+    if node.locked_memory is not None and node.locked_memory < _LOCKED_LEAST:
+        yield _told(
+            Mark.NOTE,
+            "memory",
+            f"a process may lock {node.locked_memory >> 20} MiB of memory: InfiniBand wants more.",
+            "ulimit -l on compute nodes (the administrators, or PropagateResourceLimits).",
+        )
+
+
+def _network(seen: LiveSeen, site: SiteWords) -> Iterator[Finding]:
+    report = seen.report
+    if report is None:
+        return
+    if site.interface_there is False:
+        yield _told(
+            Mark.WARNING,
+            "network",
+            f"no interface of the nodes is called {site.socket_interface}, which the site file "
+            f"{site.name} says (there are {', '.join(report.nodes[0].interfaces)}).",
+            "Correct socket_interface.",
+        )
+    others = [node for node in report.nodes if node.reaches]
+    for node in others:
+        ways = [reach for reach in node.reaches if reach.connected_s is not None]
+        if not ways:
+            tried = "; ".join(f"{r.address}: {r.problem}" for r in node.reaches)
+            text = f"{node.host} can't connect to {report.host} ({tried})."
+            advice = "Ports between nodes of a job must be open; ask the administrators."
+            yield _told(Mark.PROBLEM, "network", text, advice)
+        else:
+            names = ", ".join(f"{r.address} ({1000 * (r.connected_s or 0):.1f} ms)" for r in ways)
+            yield _told(Mark.OK, "network", f"{node.host} reaches {report.host} by {names}.")
+    if seen.nodes > 1 and len(report.nodes) < seen.nodes:
+        text = f"only {len(report.nodes)} of {seen.nodes} nodes have answered."
+        yield _told(Mark.PROBLEM, "network", text, "Try again; then slurm-forge probe --nodes 2.")
+
+
+def _requeued(seen: LiveSeen, prediction: Prediction | None) -> Iterator[Finding]:
+    if not seen.requeue_tried:
+        return
+    if seen.requeued_s is None:
+        yield _told(
+            Mark.PROBLEM,
+            "requeue",
+            "the job asked Slurm for its requeue and was not back within the time that was waited.",
+            "squeue --me says why it waits; a busy cluster is no fault.",
+        )
+        return
+    text = f"the job requeued itself and ran again {seen.requeued_s:.0f} s later."
+    expected = None if prediction is None else prediction.delay
+    if expected is not None and timedelta(seconds=seen.requeued_s) > expected + _BACK_LATE:
+        said = f" Predicted: {expected.total_seconds():.0f} s."
+        advice = "The rest is waiting for nodes: what a run pays for each requeue now."
+        yield _told(Mark.NOTE, "requeue", text + said, advice)
+    else:
+        yield _told(Mark.OK, "requeue", text)
+
+
+def _told(mark: Mark, about: str, text: str, advice: str = "") -> Finding:
+    return Finding(mark=mark, about=about, text=text, advice=advice)

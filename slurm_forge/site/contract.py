@@ -1,0 +1,148 @@
+"""The contract between a job and those who may preempt it, as Slurm's own answers show it.  Pure.
+
+Sources: src/plugins/preempt/{qos,partition_prio} and src/interfaces/preempt.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.site.model import Preemption, PreemptionMode
+from slurm_forge.slurm.accounts import QosRecord
+from slurm_forge.slurm.nodelist import expand_nodes
+from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
+
+__all__ = ["Contract", "contract_of", "goes_by_qos", "preemption_of", "preemption_of_qos"]
+
+_PRIO, _QOS, _NONE = "partition_prio", "qos", "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """What happens to a preempted job, and who may preempt it.
+
+    ``by`` are names of partitions or of QOS; ``above`` is whether there are any, None where that
+    can't be told.
+    """
+
+    preemption: Preemption = field(default_factory=Preemption)
+    above: bool | None = None
+    by: tuple[str, ...] = ()
+
+
+def goes_by_qos(config: ConfigRecord | None) -> bool:
+    """Whether preemption goes by QOS here, so that partitions say nothing of it."""
+    return config is not None and _kind(config) == _QOS
+
+
+def preemption_of(partition: PartitionRecord, config: ConfigRecord) -> Preemption:
+    """The contract that Slurm's own answers show for jobs of this partition.
+
+    ``mode`` stays unknown where preemption goes by QOS, and where no preemption plugin is named.
+    """
+    kind = _kind(config)
+    if kind == _NONE:
+        return Preemption(mode=PreemptionMode.OFF)
+    if kind != _PRIO:
+        return Preemption()
+    exempt = config.preempt_exempt_time
+    return _with_times(_mode(partition.preempt_mode), partition.grace_time, exempt)
+
+
+def preemption_of_qos(
+    qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord
+) -> Preemption:
+    """The contract of jobs in this QOS, of all that are ``known``.
+
+    Unknown where preemption does not go by QOS: a QOS then changes nothing but the exempt time.
+    """
+    if _kind(config) != _QOS:
+        return Preemption()
+    if not _above(qos, known, config):
+        return Preemption(mode=PreemptionMode.OFF)
+    exempt = config.preempt_exempt_time if qos.exempt_time is None else qos.exempt_time
+    return _with_times(_mode(qos.preempt_mode or config.preempt_mode), qos.grace_time, exempt)
+
+
+def contract_of(
+    config: ConfigRecord,
+    partition: PartitionRecord | None,
+    partitions: Sequence[PartitionRecord],
+    qos: QosRecord | None,
+    known: Sequence[QosRecord] | None,
+) -> Contract:
+    """What holds for a job in this partition and QOS; ``known`` None: QOS could not be asked."""
+    kind = _kind(config)
+    if kind == _NONE:
+        return Contract(preemption=Preemption(mode=PreemptionMode.OFF), above=False)
+    if kind == _QOS:
+        if qos is None or known is None:
+            return Contract()
+        by = _above(qos, known, config)
+        return Contract(preemption=preemption_of_qos(qos, known, config), above=bool(by), by=by)
+    if kind != _PRIO or partition is None:
+        return Contract()
+    found = preemption_of(partition, config)
+    if found.mode is not PreemptionMode.OFF and qos is not None and qos.exempt_time is not None:
+        found = _with_times(found.mode, partition.grace_time, qos.exempt_time)
+    by = _higher(partition, partitions)
+    off = found.mode is PreemptionMode.OFF
+    return Contract(preemption=found, above=bool(by) and not off, by=() if off else by)
+
+
+def _above(qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord) -> tuple[str, ...]:
+    """The QOS whose jobs may preempt those of this one."""
+    within = qos.preempts_within or "WITHIN" in _words(config.preempt_mode)
+    by = [each.name for each in known if qos.name in each.preempts and each.name != qos.name]
+    return tuple([*by, qos.name] if within else by)
+
+
+def _higher(partition: PartitionRecord, partitions: Sequence[PartitionRecord]) -> tuple[str, ...]:
+    """Partitions of a higher tier that share nodes with this one."""
+    tier = partition.priority_tier
+    if tier is None:
+        return ()
+    mine = _nodes(partition)
+    return tuple(
+        each.name
+        for each in partitions
+        if each.priority_tier is not None
+        and each.priority_tier > tier
+        and (mine is None or (theirs := _nodes(each)) is None or mine & theirs)
+    )
+
+
+def _nodes(partition: PartitionRecord) -> frozenset[str] | None:
+    try:
+        return frozenset(expand_nodes(partition.nodes or ""))
+    except ConfigError:
+        return None
+
+
+def _with_times(
+    mode: PreemptionMode | None, grace: timedelta | None, exempt: timedelta | None
+) -> Preemption:
+    # Slurm waits for the grace time before it requeues or cancels, never before it suspends.
+    waits = mode in {PreemptionMode.REQUEUE, PreemptionMode.CANCEL}
+    return Preemption(
+        mode=mode,
+        grace=grace if waits else None,
+        exempt=exempt if waits and exempt != timedelta(0) else None,
+    )
+
+
+def _kind(config: ConfigRecord) -> str:
+    return (config.preempt_type or "").removeprefix("preempt/")
+
+
+def _mode(text: str | None) -> PreemptionMode | None:
+    """The mode in texts such as ``REQUEUE`` or ``GANG,SUSPEND`` (preempt_mode_string)."""
+    words = _words(text)
+    return next((mode for mode in PreemptionMode if mode.value in words), None)
+
+
+def _words(text: str | None) -> frozenset[str]:
+    return frozenset(word.strip().upper() for word in (text or "").split(","))

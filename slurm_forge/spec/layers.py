@@ -1,0 +1,297 @@
+"""A job from several files and the command line: user < project < job file < ``--set``.  Pure.
+
+What the user's and the project's files may say is what a job file may say, but for what makes a
+job that very job, and which site and which folder of runs are meant.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from slurm_forge.documents import (
+    DEFAULT,
+    Document,
+    KeyPath,
+    Mistake,
+    Place,
+    build,
+    did_you_mean,
+    dotted,
+    error_of,
+    leading,
+    load_value,
+    merged,
+    mistakes,
+    paths_in,
+    with_value,
+    without,
+)
+from slurm_forge.documents.scalars import shorten
+from slurm_forge.errors import ConfigError
+from slurm_forge.spec.job import JobSpec
+from slurm_forge.spec.types import Section
+
+__all__ = [
+    "OF_THE_JOB",
+    "Layer",
+    "Layered",
+    "Said",
+    "Setting",
+    "combined",
+    "places_said",
+    "settings_schema",
+]
+
+#: What only a job file (or the command line) says.
+OF_THE_JOB = ("name", "entry", "command", "args", "inject")
+_PLACES = ("site", "runs")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A file below the job file; ``folder`` is its folder, ``own`` whether it is the user's."""
+
+    document: Document
+    folder: Path
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Which site or which folder of runs a file names (paths from ``/`` on), and where."""
+
+    value: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layered:
+    """A job, and where each of its values comes from.
+
+    ``document`` holds what was written, in all files and options, with its places.  ``files`` are
+    the files that were read, lowest first, as people call them.
+    """
+
+    job: JobSpec
+    document: Document
+    files: tuple[str, ...]
+    site: Said | None = None
+    runs: Said | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One ``--set KEY=VALUE``."""
+
+    path: KeyPath
+    value: Any
+    source: str
+
+    @classmethod
+    def parsed(cls, text: str) -> Setting:
+        """From what was typed; ``ConfigError`` for what is no key, or no value in strict YAML."""
+        source = f"--set {shorten(text)}"
+        path, rest = leading(text)
+        if not path or isinstance(path[0], int) or not rest.startswith("="):
+            raise ConfigError(
+                "expected a key, = and a value",
+                path=source,
+                next_step="Write it like --set recovery.cuda_oom.times=2; what is no plain word in "
+                "a key stands in brackets and quotes: 'args[\"a.b\"]=1'.",
+            )
+        try:
+            return cls(path, load_value(rest[1:], path), source)
+        except ConfigError as error:
+            raise ConfigError(
+                error.message,
+                path=source,
+                next_step=_how_to_quote(path, rest[1:]) if "quote" in error.message else "",
+            ) from None
+
+
+class _Places(Section):
+    """What the files below a job file say besides the keys of a job."""
+
+    site: str | None = Field(
+        default=None, strict=True, description="Site, or the path of its file."
+    )
+    runs: str | None = Field(default=None, strict=True, description="Folder that holds the runs.")
+
+
+def combined(
+    shared: Sequence[Layer], job: Document | None, settings: Sequence[str] = ()
+) -> Layered:
+    """The job of a job file (or none) over ``shared``, lowest first, and under the settings.
+
+    One ``ConfigError`` names all mistakes, each by the file and line, or the option, that it stands
+    in: also those of values that a higher layer replaces.
+    """
+    asked = [Setting.parsed(text) for text in settings]
+    found = [mistake for layer in shared for mistake in _of_shared(layer)]
+    layers = [_keys_of_jobs(each.document) for each in shared]
+    if job is None:
+        layers.append(_nameless(layers, asked))
+    else:
+        found += _places_in_a_job(job)
+        layers.append(without(job, *_PLACES))
+    whole = merged(*layers)
+    for setting in asked:
+        whole = _with(whole, setting)
+    spec = build(JobSpec, whole, besides=found)
+    said = {key: value for layer in shared for key, value in places_said(layer).items()}
+    read = [*(layer.document for layer in shared), *([] if job is None else [job])]
+    return Layered(
+        job=spec,
+        document=whole,
+        files=tuple(each.path for each in read if each.path is not None),
+        site=said.get("site"),
+        runs=said.get("runs"),
+    )
+
+
+def places_said(layer: Layer) -> dict[str, Said]:
+    """The site and the folder of runs that a file names; ``ConfigError`` where they can't be."""
+    wrong = _of_places(layer)
+    if wrong:
+        raise error_of(wrong)
+    found = {key: layer.document.data.get(key) for key in _PLACES}
+    return {
+        key: Said(_from_folder(key, value, layer.folder), layer.document.place_of((key,)))
+        for key, value in found.items()
+        if value is not None
+    }
+
+
+def _of_shared(layer: Layer) -> Iterator[Mistake]:
+    document = layer.document
+    for key in OF_THE_JOB:
+        if key in document.data:
+            text = f"{key}: only a job file says this (or --set); remove it here"
+            yield Mistake(text, document.place_of((key,)))
+    known = [*_PLACES, *(key for key in JobSpec.model_fields if key not in OF_THE_JOB)]
+    for key in document.data:
+        if key not in (*known, *OF_THE_JOB):
+            text = f"{dotted((key,))}: unknown key {did_you_mean(key, known, JobSpec.known_as)}"
+            yield Mistake(text, document.place_of((key,)))
+    yield from _of_places(layer)
+    rest = _keys_of_jobs(document)
+    # Values that a job file replaces are looked at as well: another job would trip over them.
+    named = replace(rest, data={**rest.data, "name": "x"})
+    yield from mistakes(JobSpec, named, by_itself=False)
+
+
+def _keys_of_jobs(document: Document) -> Document:
+    """What of a file below the job file is laid under it."""
+    fits = set(JobSpec.model_fields) - set(OF_THE_JOB)
+    return without(document, *(key for key in document.data if key not in fits))
+
+
+def _of_places(layer: Layer) -> tuple[Mistake, ...]:
+    document = layer.document
+    given = {key: document.data[key] for key in _PLACES if key in document.data}
+    found = mistakes(_Places, replace(document, data=given))
+    return found or tuple(
+        Mistake(f"{key}: {text}", document.place_of((key,)))
+        for key, value in given.items()
+        if value is not None and (text := _no_place(key, value, layer))
+    )
+
+
+def _no_place(key: str, value: str, layer: Layer) -> str:
+    """Why a site or a folder can't be named so; empty where it can."""
+    if not value:
+        return "is empty; leave the key out"
+    if not value.isprintable():
+        return "one line of printable text, please"
+    if "$" in value:
+        variable = {"site": "SLURM_FORGE_SITE", "runs": "SLURM_FORGE_RUNS"}[key]
+        return f"variables are not read here; write the path, or set {variable} in your shell"
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        return f'there is no home folder for "{shorten(value)}"; write the path from / on'
+    if key == "runs" and layer.own and not path.is_absolute():
+        return "a folder that holds for all jobs is written from / or ~ on"
+    return ""
+
+
+def _from_folder(key: str, value: str, folder: Path) -> str:
+    """A path is one from the folder of the file that names it; a site's name stays as it is."""
+    if key == "site" and not ("/" in value or value.endswith(".yaml")):
+        return value
+    return str(folder / Path(value).expanduser())
+
+
+def _places_in_a_job(job: Document) -> Iterator[Mistake]:
+    for key in _PLACES:
+        if key in job.data:
+            text = (
+                f"{key}: no key of a job file; give it as --{key}, or write it into "
+                "slurm_forge.yaml or your own config.yaml"
+            )
+            yield Mistake(text, job.place_of((key,)))
+
+
+def _nameless(layers: Sequence[Document], settings: Sequence[Setting]) -> Document:
+    """What every job has to say, where there is no job file."""
+    asked = {key for layer in layers for key in layer.data} | {each.path[0] for each in settings}
+    runs: dict[str, Any] = {"entry": "x:x"}
+    if asked & {"program", "command"}:
+        runs = {"command": ["x"]}
+    data = {"name": "x", **runs}
+    return Document(data, sources=dict.fromkeys(paths_in(data), DEFAULT))
+
+
+def _with(document: Document, setting: Setting) -> Document:
+    if setting.path[0] in _PLACES:
+        raise ConfigError(
+            f"{setting.path[0]}: no key of a job",
+            path=setting.source,
+            next_step=f"Give it as an option of its own: --{setting.path[0]}.",
+        )
+    try:
+        return with_value(document, setting.path, setting.value, setting.source, _defaults())
+    except ValueError as error:
+        raise ConfigError(str(error), path=setting.source) from None
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    """What a job is that says nothing, of each rung only what it has to say."""
+    plain = JobSpec(name="x", entry="x:x")
+    recovery = plain.recovery
+    ladders = {
+        key: [rung.model_dump(mode="json", exclude_unset=True) for rung in getattr(recovery, key)]
+        for key in type(recovery).model_fields
+        if isinstance(getattr(recovery, key), tuple)
+    }
+    dumped = plain.model_dump(mode="json")
+    return {**dumped, "recovery": {**dumped["recovery"], **ladders}}
+
+
+def _how_to_quote(path: KeyPath, value: str) -> str:
+    if value[:1] in ("[", "{", '"', "'"):
+        return "In a shell, single quotes around all of it keep those of the value."
+    quoted = shlex.quote(f'{dotted(path)}="{value}"')
+    return f"In a shell the quotes need some of their own: --set {quoted}"
+
+
+def settings_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the user's and the project's files, for editors."""
+    schema = JobSpec.model_json_schema()
+    places = _Places.model_json_schema()["properties"]
+    keys = {key: each for key, each in schema["properties"].items() if key not in OF_THE_JOB}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **{key: value for key, value in schema.items() if key != "required"},
+        "title": "Settings",
+        "description": "Keys of a job file that hold for all jobs of a user or a project.",
+        "properties": {**places, **keys},
+    }

@@ -1,0 +1,92 @@
+"""``doctor --live`` on a real Slurm, and whether what doctor promises is what then happens.
+
+One configuration here, the others are slow; all of them by one command: scripts/doctor-truth.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.testing.cluster import SlurmCluster
+from tests.slurm.harness import REPOSITORY
+from tests.slurm.truth.promises import PROMISES, VERB, Promise, keep
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        pytest.param(each, id=each.name, marks=() if each.representative else (pytest.mark.slow,))
+        for each in PROMISES
+    ],
+)
+def test_what_was_promised_happens(promise: Promise, slurm: SlurmCluster, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    kept = keep(promise, slurm, tmp_path / "promise")
+    broken = [each for each in kept.fields if not each.kept]
+    assert not kept.problem, kept.problem
+    assert len(kept.fields) >= 7 and not broken, broken
+
+
+def test_a_look_that_is_interrupted_leaves_neither_job_nor_folder(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    runs = tmp_path / "runs"
+    looking = subprocess.Popen(
+        [*VERB, "--quick", "--runs", str(runs), "--partition", "normal"],
+        env=dict(slurm.env),
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert looking.stderr is not None
+        told = looking.stderr.readline()
+        job = told.split()[1]
+        looking.send_signal(signal.SIGINT)
+        looking.stderr.read()
+        assert looking.wait(60) == 130, told
+    finally:
+        looking.kill()
+    slurm.wait_state(job, ["CANCELLED"], 30)
+    assert not runs.exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_slurms_own_warning_and_a_requeue_of_its_own(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    done = slurm.run(
+        *(*VERB, "--nodes", "2", "--requeue-too", "--partition", "preempt"),
+        *("--runs", str(tmp_path / "runs")),
+        timeout=300,
+        check=False,
+        cwd=REPOSITORY,
+    )
+    told = json.loads(done.stdout)
+    assert done.returncode == 0, told["findings"]
+    seen, report = told["seen"], told["seen"]["report"]
+    rounds = {each["kind"]: each for each in report["rounds"]}
+    warning = rounds["Slurm's warning before the limit"]
+    assert warning["asked_s"] - 2 <= warning["before_end_s"] <= warning["asked_s"] + 65
+    assert {n["host"] for n in report["nodes"]} == {s["host"] for s in warning["sightings"]}
+    assert len(report["nodes"]) == 2
+    assert any(r["connected_s"] is not None for r in report["nodes"][1]["reaches"])
+    fates = {(s["way"], s["fate"]) for s in warning["sightings"]}
+    # What is known of Slurm (G1, G14): steps hear it, the batch step does not, and torchrun, which
+    # does not know the user signal, goes down with its rank.
+    assert {("task", "heard"), ("batch step", "nothing"), ("task, no handler", "died")} <= fates
+    torchrun = {fate for way, fate in fates if way == "below torchrun"}
+    assert torchrun and torchrun <= {"carried off", "heard"}
+    assert seen["requeued_s"] is not None
+    assert seen["meeting"]["lock_refused"] is True and seen["meeting"]["exclusive"] is True
+    assert not (tmp_path / "runs").exists()

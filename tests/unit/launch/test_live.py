@@ -1,0 +1,313 @@
+"""A live look that nothing comes of: it ends, says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.launch.live import LiveWish, look_live
+from slurm_forge.launch.live_job import HERE, REPORT
+from slurm_forge.launch.live_meeting import Answering, Door, meet
+from slurm_forge.launch.live_node import CARD, LOGIN_LOCK, ONCE, knock, look, look_at_storage
+from slurm_forge.launch.live_script import live_job, live_script
+from slurm_forge.lock import exclusive
+from slurm_forge.recovery.live_seen import JobSeen
+from slurm_forge.site.model import Site
+from slurm_forge.slurm.process import Completed
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import job_from_mapping
+
+SITE = Site.model_validate({"name": "here"})
+
+
+class Slurm:
+    """One job; ``lives`` is called whenever somebody asks for it."""
+
+    def __init__(self, state: JobState = JobState.PENDING, reason: str | None = None) -> None:
+        self.state, self.reason = state, reason
+        self.cancelled = False
+        self.folder = Path()
+        self.lives: Callable[[], None] = lambda: None
+
+    def submit(self, script: Path, args: Any = ()) -> str:
+        self.folder = script.parent
+        return "7"
+
+    def show_job(self, job: str) -> JobRecord | None:
+        self.lives()
+        state = JobState.CANCELLED if self.cancelled else self.state
+        return JobRecord(
+            job_id=7, name="forge-doctor", state=state, state_text=state.value, reason=self.reason
+        )
+
+    def cancel(self, job: str, **_: Any) -> None:
+        self.cancelled = True
+
+
+class Clock:
+    """Time that passes by being slept away."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def wall(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def wish(runs: Path, **more: Any) -> LiveWish:
+    job = live_job(None, nodes=1, partition="debug", qos=None, account=None)
+    return LiveWish(job=job, site=SITE, runs=runs, python=sys.executable, **more)
+
+
+def looked(slurm: Slurm, runs: Path, **more: Any) -> Any:
+    clock = Clock()
+    return look_live(wish(runs, **more), slurm, wall=clock.wall, sleep=clock.sleep)  # type: ignore[arg-type]
+
+
+def test_a_job_that_never_starts_is_cancelled_and_says_why(tmp_path: Path) -> None:
+    slurm = Slurm(reason="QOSMaxJobsPerUserLimit")
+    seen = looked(slurm, tmp_path / "runs", start_within=timedelta(minutes=2))
+    assert seen.report is None
+    assert "did not start within 2 min (QOSMaxJobsPerUserLimit)" in seen.problem
+    assert slurm.cancelled
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_cancels_the_job_and_takes_the_folder_away(tmp_path: Path) -> None:
+    slurm = Slurm()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+
+    def interrupted() -> None:
+        if not slurm.cancelled:
+            raise KeyboardInterrupt
+
+    slurm.lives = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        looked(slurm, runs)
+    # The look for whether it is over was interrupted, too, as by a second Ctrl-C.
+    assert list(runs.iterdir()) == []
+
+
+def test_one_ctrl_c_cancels_the_job(tmp_path: Path) -> None:
+    slurm = Slurm()
+    times = iter([True])
+
+    def once() -> None:
+        if next(times, False):
+            raise KeyboardInterrupt
+
+    slurm.lives = once
+    with pytest.raises(KeyboardInterrupt):
+        looked(slurm, tmp_path / "runs")
+    assert slurm.cancelled
+
+
+def test_a_job_that_ends_without_a_trace_points_at_the_folder(tmp_path: Path) -> None:
+    seen = looked(Slurm(JobState.FAILED), tmp_path / "runs")
+    assert "do not share that folder" in seen.problem and str(tmp_path) in seen.problem
+
+
+def test_what_the_job_has_printed_is_told_where_it_fails(tmp_path: Path) -> None:
+    slurm = Slurm(JobState.FAILED)
+
+    def prints() -> None:
+        (slurm.folder / "submissions" / "forge-doctor-7.out").write_text("no such module: torch\n")
+
+    slurm.lives = prints
+    seen = looked(slurm, tmp_path / "runs")
+    assert "no such module: torch" in seen.problem
+
+
+def test_a_report_of_another_look_is_not_believed(tmp_path: Path) -> None:
+    slurm = Slurm(JobState.FAILED)
+    foreign = JobSeen(
+        nonce="not ours", job="7", host="n1", started_at=0, ended_at=1, end_time=None, rounds=(),
+        nodes=(),
+    )  # fmt: skip
+
+    def plants() -> None:
+        if not slurm.cancelled and slurm.folder.exists():
+            for name, content in ((HERE, {"at": 0}), (REPORT, asdict(foreign))):
+                path = slurm.folder / name
+                path.write_text(json.dumps(content))
+                path.chmod(0o600)
+
+    slurm.lives = plants
+    seen = looked(slurm, tmp_path / "runs")
+    assert seen.report is None and "cut off (FAILED)" in seen.problem
+
+
+def test_the_folder_stays_where_it_is_wanted(tmp_path: Path) -> None:
+    seen = looked(Slurm(JobState.FAILED), tmp_path / "runs", keep=True)
+    assert (Path(seen.folder) / "job.sbatch").is_file()
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+
+def script(site: Site = SITE, **more: Any) -> str:
+    job = job_from_mapping(
+        {
+            "name": "big",
+            "command": ["true"],
+            "setup": ["export A=b"],
+            "resources": {
+                "nodes": 64, "tasks_per_node": 8, "gpus_per_node": 8, "time": "2-0",
+                "partition": "gpu", "account": "me",
+            },
+        }
+    )  # fmt: skip
+    asked = live_job(job, nodes=2, partition=None, qos="low", account=None)
+    given = {"quick": False, "torch": True, "requeue": False, **more}
+    return live_script(asked, site, Path("/runs/.x"), python="/opt/my python", **given)
+
+
+def test_the_job_asks_for_its_place_and_not_for_its_size() -> None:
+    text = script()
+    for line in ("--partition=gpu", "--account=me", "--qos=low", "--nodes=2", "--time=00:04:00"):
+        assert f"#SBATCH {line}\n" in text
+    assert "#SBATCH --ntasks-per-node=1\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+    assert "#SBATCH --signal=USR2@200\n" in text
+    assert text.index("export A=b") < text.index("exec '/opt/my python' -u -m")
+
+
+def test_a_quick_look_asks_for_no_warning() -> None:
+    text = script(quick=True)
+    assert "--signal" not in text and "--quick" in text
+
+
+def test_a_site_that_refuses_the_warning_is_looked_at_without_it() -> None:
+    entry = {"option": "--signal", "why": "not here."}
+    text = script(Site.model_validate({"name": "here", "rejected_options": [entry]}))
+    assert "--signal" not in text and "--quick" in text
+
+
+def test_what_the_site_requires_is_missed_before_anything_is_submitted(tmp_path: Path) -> None:
+    entry = {"option": "--account", "why": "always."}
+    site = Site.model_validate({"name": "here", "required_options": [entry]})
+    slurm = Slurm()
+    asked = LiveWish(
+        job=live_job(None, nodes=1, partition=None, qos=None, account=None),
+        site=site,
+        runs=tmp_path / "runs",
+        python=sys.executable,
+    )
+    with pytest.raises(ConfigError, match="account"):
+        look_live(asked, slurm)  # type: ignore[arg-type]
+    assert slurm.folder == Path() and list(tmp_path.iterdir()) == []
+
+
+# --- meeting, and one node ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in ((CARD, b"the nonce"), (ONCE, b"")):
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(0o600)
+    return tmp_path
+
+
+def test_two_sides_on_one_clock_find_no_difference(folder: Path) -> None:
+    with Answering(folder):
+        found = meet(folder, lambda: True)
+    assert found.clock_ahead_s is not None and found.clock_give_s is not None
+    assert abs(found.clock_ahead_s) <= found.clock_give_s + 0.01
+    assert found.seen_after_s is not None and found.seen_after_s < 20
+
+
+def test_a_clock_that_is_ahead_is_measured(folder: Path) -> None:
+    with Answering(folder):
+        found = meet(folder, lambda: True, wall=lambda: time.time() - 100.0)
+    assert found.clock_ahead_s is not None and found.clock_give_s is not None
+    assert abs(found.clock_ahead_s - 100.0) <= found.clock_give_s + 0.01
+
+
+def test_nobody_answers_once_the_job_is_over(folder: Path) -> None:
+    assert meet(folder, lambda: False).clock_ahead_s is None
+
+
+def test_only_who_knows_the_nonce_is_let_in() -> None:
+    with Door("right") as door:
+        port = door.addresses.rpartition(":")[2]
+        (welcome,) = knock(f"127.0.0.1:{port}", "right")
+        (foreign,) = knock(f"127.0.0.1:{port}", "wrong")
+    assert welcome.connected_s is not None
+    assert foreign.connected_s is None and foreign.problem
+
+
+def test_storage_that_holds_what_it_promises(folder: Path) -> None:
+    with exclusive(folder / LOGIN_LOCK, timedelta(0)):
+        found = look_at_storage(folder, "n1")
+    assert found.visible and found.writable and not found.problem
+    assert (found.exclusive, found.lock_refused, found.no_locks) == (True, True, False)
+    assert (folder / "from-n1").read_bytes() == b"the nonce"
+
+
+def test_a_lock_that_is_not_seen_and_a_name_that_is_free_are_told(folder: Path) -> None:
+    (folder / ONCE).unlink()
+    found = look_at_storage(folder, "n1")
+    assert (found.exclusive, found.lock_refused) == (False, False)
+
+
+def test_a_folder_that_is_not_there_is_no_crash(tmp_path: Path) -> None:
+    found = look_at_storage(tmp_path / "elsewhere", "n1")
+    assert not found.visible and "No such file" in found.problem
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_can_only_be_read_is_told(folder: Path) -> None:
+    folder.chmod(0o500)
+    try:
+        found = look_at_storage(folder, "n1")
+    finally:
+        folder.chmod(0o700)
+    assert found.visible and not found.writable and found.problem
+
+
+def test_commands_that_are_missing_are_told_from_those_that_do_not_answer(folder: Path) -> None:
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("scontrol", "squeue", "sbatch"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+
+    def runner(argv: Any, timeout: timedelta, environment: Any) -> Completed:
+        code = {"scontrol": 0, "squeue": None, "sbatch": 1}.get(argv[0], 1)
+        return Completed(tuple(argv), code, "", "")
+
+    environ = {"PATH": str(programs), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    found = look(folder, environ=environ, runner=runner)
+    assert found.host == "n1"
+    assert (found.commands, found.silent) == (("scontrol",), ("squeue",))
+    assert (found.missing, found.may_submit, found.torch) == (("sacct",), False, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [({"SLURM_MEM_PER_NODE": "4000"}, 4000 << 20),
+     ({"SLURM_MEM_PER_CPU": "1500", "SLURM_CPUS_ON_NODE": "4"}, 6000 << 20),
+     ({"SLURM_MEM_PER_CPU": "1500"}, None), ({}, None)],
+)  # fmt: skip
+def test_memory_is_what_the_job_was_given(
+    folder: Path, given: dict[str, str], asked: int | None
+) -> None:
+    def runner(argv: Any, timeout: timedelta, environment: Any) -> Completed:
+        return Completed(tuple(argv), 1, "", "")
+
+    assert look(folder, environ={"PATH": "", **given}, runner=runner).memory_asked == asked

@@ -1,0 +1,117 @@
+"""What doctor says of the folder of runs, and how often to save."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from slurm_forge.recovery.interval import FIRST, Advice
+from slurm_forge.report.doctor import Mark, Section
+from slurm_forge.report.doctor_storage import StorageFacts, checkpoint_section, storage_section
+from slurm_forge.site.model import Storage
+from slurm_forge.store.mounts import Mount
+from slurm_forge.store.quota import Quota, QuotaAnswer
+from slurm_forge.store.room import Room
+from slurm_forge.store.trying import Locks, Tried
+
+LUSTRE = Mount("/scratch", "lustre", "x:/scratch", ("rw",))
+GIB = 1 << 30
+
+
+def marks(section: Section) -> dict[str, Mark]:
+    return {told.text: told.mark for told in section.told}
+
+
+def only(facts: StorageFacts) -> tuple[Mark, str]:
+    (told,) = storage_section(facts).told[1:]
+    return told.mark, told.text
+
+
+@pytest.mark.parametrize(
+    ("mount", "mark", "words"),
+    [
+        (LUSTRE, Mark.OK, "lustre, mounted at /scratch"),
+        (Mount("/", "ext4", "sda1", ("rw",)), Mark.WARNING, "compute nodes do not see it"),
+        (Mount("/x", "newfs", "y", ("rw",)), Mark.NOTE, "can't be told"),
+        (Mount("/s", "lustre", "x", ("ro",)), Mark.PROBLEM, "read-only"),
+        (None, Mark.NOTE, "can't be told here"),
+    ],
+)
+def test_the_kind_of_file_system(mount: Mount | None, mark: Mark, words: str) -> None:
+    (told,) = storage_section(StorageFacts(folder="/r", mount=mount)).told
+    assert told.mark is mark and words in told.text
+    assert bool(told.next_step) == (mark in (Mark.WARNING, Mark.PROBLEM))
+
+
+def test_an_nfs_that_caches_says_so() -> None:
+    (_, told) = storage_section(StorageFacts(folder="/r", mount=Mount("/h", "nfs4", "n"))).told
+    assert told.mark is Mark.NOTE and "up to a minute late" in told.text
+
+
+@pytest.mark.parametrize(
+    ("room", "checkpoint", "mark"),
+    [
+        (Room(900 * GIB, None), None, Mark.OK),
+        (Room(5 * GIB, None), None, Mark.WARNING),
+        (Room(30 * GIB, None), 20 * GIB, Mark.PROBLEM),
+        (Room(None, 100), None, Mark.WARNING),
+    ],
+)
+def test_room(room: Room, checkpoint: int | None, mark: Mark) -> None:
+    found = only(StorageFacts(folder="/r", mount=LUSTRE, room=room, checkpoint=checkpoint))
+    assert found[0] is mark, found
+
+
+@pytest.mark.parametrize(
+    ("quota", "mark", "words"),
+    [
+        (Quota(filesystem="/s", used=GIB), Mark.OK, "1.0 GiB used"),
+        (Quota(filesystem="/s", used=GIB, hard=GIB), Mark.PROBLEM, "0 B left"),
+        (Quota(filesystem="/s", used=GIB, soft=3 * GIB), Mark.WARNING, "2.0 GiB left"),
+        (Quota(filesystem="/s", used=0, files=9, files_hard=9), Mark.PROBLEM, "0 more files"),
+    ],
+)
+def test_quota(quota: Quota, mark: Mark, words: str) -> None:
+    answer = QuotaAnswer("lfs quota", (quota,))
+    found = only(StorageFacts(folder="/r", mount=LUSTRE, quota=answer))
+    assert found[0] is mark and words in found[1]
+
+
+def test_what_could_not_be_asked_is_told() -> None:
+    answer = QuotaAnswer("lfs", problem="lfs is not installed here")
+    found = only(StorageFacts(folder="/r", mount=LUSTRE, quota=answer))
+    assert found == (Mark.NOTE, "quota: lfs: lfs is not installed here.")
+
+
+@pytest.mark.parametrize(
+    ("tried", "worst"),
+    [
+        (Tried(locks=Locks.WORK, publish_s=0.01), Mark.OK),
+        (Tried(locks=Locks.WORK, publish_s=3.0), Mark.WARNING),
+        (Tried(locks=Locks.NONE, publish_s=0.01), Mark.NOTE),
+        (Tried(locks=Locks.DO_NOT_HOLD, publish_s=0.01), Mark.NOTE),
+        (Tried(problem="/r: Disk quota exceeded"), Mark.PROBLEM),
+    ],
+)
+def test_what_was_tried(tried: Tried, worst: Mark) -> None:
+    section = storage_section(StorageFacts(folder="/r", mount=LUSTRE, tried=tried))
+    assert max(marks(section).values(), key=list(Mark).index) is worst
+
+
+def test_the_purge_rule_and_what_it_does_to_a_run() -> None:
+    storage = Storage(role="scratch", purge_after=timedelta(days=60), purge_basis="not used")
+    mark, text = only(StorageFacts(folder="/r", mount=LUSTRE, purge=storage))
+    assert mark is Mark.NOTE and "60 d" in text and "loses its checkpoints" in text
+
+
+def test_advice_says_what_it_rests_on() -> None:
+    (nothing,) = checkpoint_section(Advice(every=FIRST), ()).told
+    assert "every 10 min: nothing was measured (no run here yet)" in nothing.text
+    seen = Advice(
+        every=timedelta(minutes=9), runs=3, saves=7, blocked=timedelta(seconds=0.3),
+        durable=timedelta(seconds=6), running=timedelta(hours=58), interruptions=1,
+    )  # fmt: skip
+    (told,) = checkpoint_section(seen, ()).told
+    assert "every 9 min: 7 saves in 3 runs here took 6.0 s at most" in told.text
+    assert "1 interruption in 2 d 10 h, so one in about 41 h is counted on" in told.text

@@ -1,0 +1,115 @@
+"""Who may preempt whom, and what happens then: Slurm's own rules, by partition and by QOS."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from slurm_forge.site.contract import Contract, contract_of, preemption_of_qos
+from slurm_forge.site.detection import fill_from_slurm
+from slurm_forge.site.model import Preemption, PreemptionMode, Site
+from slurm_forge.slurm.accounts import QosRecord
+from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
+
+MINUTE = timedelta(minutes=1)
+BY_QOS = ConfigRecord(
+    cluster_name="hill", preempt_type="preempt/qos", preempt_mode="REQUEUE",
+    preempt_exempt_time=timedelta(0),
+)  # fmt: skip
+BY_TIER = replace(BY_QOS, preempt_type="preempt/partition_prio")
+LOW = QosRecord(name="low", grace_time=MINUTE, exempt_time=10 * MINUTE)
+HIGH = QosRecord(name="high", preempts=("low",))
+NORMAL = QosRecord(name="normal", grace_time=MINUTE)
+ALL = (LOW, HIGH, NORMAL)
+ABOVE = PartitionRecord(name="prio", priority_tier=10, preempt_mode="OFF", nodes="n[1-4]")
+BELOW = PartitionRecord(
+    name="long", priority_tier=1, preempt_mode="REQUEUE", grace_time=MINUTE, nodes="n[3-8]"
+)
+
+
+def test_a_qos_is_preempted_by_those_that_list_it() -> None:
+    assert contract_of(BY_QOS, None, (), LOW, ALL) == Contract(
+        preemption=Preemption(mode=PreemptionMode.REQUEUE, grace=MINUTE, exempt=10 * MINUTE),
+        above=True,
+        by=("high",),
+    )
+
+
+def test_a_qos_in_nobodys_list_is_not_preempted() -> None:
+    found = contract_of(BY_QOS, BELOW, (ABOVE, BELOW), NORMAL, ALL)
+    assert found.above is False and found.preemption == Preemption(mode=PreemptionMode.OFF)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("cancel", PreemptionMode.CANCEL),
+        ("within,cancel", PreemptionMode.CANCEL),
+        ("suspend", PreemptionMode.SUSPEND),
+        (None, PreemptionMode.REQUEUE),  # the cluster's
+        ("within", None),  # Slurm itself prints no mode there
+    ],
+)
+def test_its_mode_is_the_qos_own_or_the_clusters(text: str | None, mode: PreemptionMode) -> None:
+    found = preemption_of_qos(replace(LOW, preempt_mode=text), ALL, BY_QOS)
+    assert found.mode is mode
+    waits = mode in (PreemptionMode.CANCEL, PreemptionMode.REQUEUE)
+    assert found.grace == (MINUTE if waits else None)
+
+
+def test_within_is_preempted_by_its_own() -> None:
+    own = replace(NORMAL, preempt_mode="within,requeue")
+    assert contract_of(BY_QOS, None, (), own, (own,)).by == ("normal",)
+    everywhere = replace(BY_QOS, preempt_mode="WITHIN,REQUEUE")
+    assert contract_of(everywhere, None, (), NORMAL, ALL).by == ("normal",)
+
+
+def test_qos_that_could_not_be_asked_for_are_unknown_and_not_off() -> None:
+    assert contract_of(BY_QOS, BELOW, (BELOW,), None, None) == Contract()
+    assert contract_of(BY_QOS, BELOW, (BELOW,), LOW, None) == Contract()
+
+
+def test_a_partition_is_preempted_from_a_higher_tier_on_the_same_nodes() -> None:
+    found = contract_of(BY_TIER, BELOW, (ABOVE, BELOW), None, None)
+    assert found.by == ("prio",) and found.above and found.preemption.grace == MINUTE
+    elsewhere = replace(ABOVE, nodes="n[11-14]")
+    assert contract_of(BY_TIER, BELOW, (elsewhere, BELOW), None, None).above is False
+    assert contract_of(BY_TIER, ABOVE, (ABOVE, BELOW), None, None).preemption.mode is (
+        PreemptionMode.OFF
+    )
+
+
+def test_the_exempt_time_of_a_qos_counts_before_the_clusters() -> None:
+    exempt = replace(BY_TIER, preempt_exempt_time=5 * MINUTE)
+    assert contract_of(exempt, BELOW, (ABOVE, BELOW), LOW, ALL).preemption.exempt == 10 * MINUTE
+    assert contract_of(exempt, BELOW, (ABOVE, BELOW), NORMAL, ALL).preemption.exempt == 5 * MINUTE
+
+
+def test_without_a_plugin_nobody_is_preempted() -> None:
+    never = replace(BY_TIER, preempt_type="preempt/none")
+    found = contract_of(never, BELOW, (ABOVE, BELOW), LOW, ALL)
+    assert found.above is False and found.preemption.mode is PreemptionMode.OFF
+
+
+def test_a_site_that_knows_nothing_takes_over_what_qos_do() -> None:
+    site = fill_from_slurm(Site(name="hill"), BY_QOS, [BELOW], ALL, "low")
+    assert site.default_qos == "low"
+    assert site.preemption("long").grace == MINUTE, "of the QOS that jobs get"
+    assert site.preemption("long", "normal").mode is PreemptionMode.OFF
+
+
+def test_what_a_site_knows_of_a_qos_stays() -> None:
+    known = Site.model_validate(
+        {"name": "hill", "qos": {"low": {"preemption": {"mode": "CANCEL", "grace": "5s"}}}}
+    )
+    assert fill_from_slurm(known, BY_QOS, [BELOW], ALL).qos["low"] == known.qos["low"]
+    partly = Site.model_validate(
+        {"name": "hill", "qos": {"low": {"preemption": {"mode": "REQUEUE"}}}}
+    )
+    assert fill_from_slurm(partly, BY_QOS, [], ALL).qos["low"].preemption.grace == MINUTE
+
+
+def test_where_preemption_goes_by_partition_qos_change_nothing() -> None:
+    assert fill_from_slurm(Site(name="hill"), BY_TIER, [BELOW], ALL).qos == {}
