@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.journal.events import RequeueDone, Submitted
+from slurm_forge.journal.events import RequeueDone
 from slurm_forge.launch.sites import find_site
 from slurm_forge.site.model import Site
 from slurm_forge.testing.cluster import SlurmCluster
@@ -180,37 +180,3 @@ def test_a_cancelled_task_takes_the_others_out_of_the_way(
         "both others to be held",
     )
     assert len(watched.state.attempts) == 1
-
-
-@pytest.mark.slow
-def test_a_command_that_knows_nothing_of_it_goes_on_in_the_next_task(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    """Each task is another start of the same run; nobody has handed in a job in between."""
-    starts = tmp_path / "starts"
-    code = (
-        "import pathlib, sys, time; f = pathlib.Path(sys.argv[1]); "
-        "f.open('a').write('x'); time.sleep(300 if f.stat().st_size == 1 else 0)"
-    )
-    watched = submit(
-        slurm,
-        tmp_path,
-        name="command",
-        site=forbidden(tmp_path),
-        nodes=1,
-        partition="cancel",
-        template="array",
-        chain=3,
-        entry=None,
-        command=[sys.executable, "-c", code, str(starts)],
-    )
-    slurm.wait_for(starts.is_file, 60, "the command to start")
-    slurm.preempt(f"{watched.job}_1")
-    state = watched.wait_finished(90)
-    assert [(a.job, a.outcome) for a in state.attempts] == [
-        (f"{watched.job}_1", "next task"),
-        (f"{watched.job}_2", "finished"),
-    ]
-    assert starts.read_text() == "xx"
-    assert len(watched.events(Submitted)) == 1
-    slurm.wait_for(lambda: not in_queue(slurm, watched), 30, "the last task to be gone")

@@ -19,6 +19,7 @@ from slurm_forge.launch.script import render
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run
 from slurm_forge.site.model import Site
+from slurm_forge.site.rules import features_of
 from slurm_forge.slurm.directives import read_directives
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import SlurmCluster
@@ -95,7 +96,7 @@ def all_sites(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
         part for each in asked for part in each.get("partition", "normal").split(",")
     )
     features = dict.fromkeys(
-        word for each in asked for word in re.findall(r"[\w.-]+", each.get("constraint", ""))
+        word for each in asked for word in sorted(features_of(each.get("constraint")))
     )
     counts = [each.get(key, "") for each in asked for key in ("gpus-per-node", "gpus", "gres")]
     kinds = dict.fromkeys(
