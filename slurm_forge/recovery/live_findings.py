@@ -204,7 +204,7 @@ def _storage(report: JobSeen, meeting: Meeting) -> Iterator[Finding]:
         )
     if report.nodes and not bad:
         slowest = max(node.storage.synced_s or 0.0 for node in report.nodes)
-        text = f"every node has the folder of runs; a small file is durable in {slowest:.3f} s."
+        text = f"every node has the folder of runs; a small file is durable in {_short(slowest)}."
         yield _told(Mark.OK, where, text)
     if any(n.storage.exclusive is False for n in report.nodes) or meeting.exclusive is False:
         yield _told(
@@ -387,3 +387,8 @@ def _requeued(seen: LiveSeen, prediction: Prediction | None) -> Iterator[Finding
 
 def _told(mark: Mark, about: str, text: str, advice: str = "") -> Finding:
     return Finding(mark=mark, about=about, text=text, advice=advice)
+
+
+def _short(seconds: float) -> str:
+    """Of a small file: in milliseconds as long as that reads well."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(seconds * 1000))} ms"

@@ -112,13 +112,29 @@ def read_oom_kills(root: Path = _ROOT) -> OomKills:
 
 
 def read_memory_limit(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """Limit and present use of this process's group in bytes; None where there is none."""
+    """Limit on this process's memory in bytes, and what is used of it; None where there is none.
+
+    The lowest limit of its group and of those above counts: Slurm sets it for jobs and steps, and
+    a task has a group of its own below them.
+    """
     groups = memory_groups(_text(root / "proc/self/cgroup"))
-    limits = (root / g / n for g in groups for n in ("memory.limit_in_bytes", "memory.max"))
-    used = (root / g / n for g in groups for n in ("memory.usage_in_bytes", "memory.current"))
-    limit = _number(limits)
-    # Version 1 says "no limit" with a number near 2^63.
-    return (None if limit is None or limit >= 1 << 60 else limit), _number(used)
+    mounts = (_V1, *_V2)
+    levels = (
+        root / level
+        for group in groups
+        for level in (group, *group.parents)
+        if any(level == mount or mount in level.parents for mount in mounts)
+    )
+    lowest, used = None, None
+    for level in dict.fromkeys(levels):
+        limit = _number(level / name for name in ("memory.limit_in_bytes", "memory.max"))
+        here = _number(level / name for name in ("memory.usage_in_bytes", "memory.current"))
+        # Version 1 says "no limit" with a number near 2^63.
+        if limit is not None and limit < 1 << 60 and (lowest is None or limit < lowest):
+            lowest, used = limit, here
+        elif lowest is None and used is None:
+            used = here
+    return lowest, used
 
 
 def _number(paths: Iterable[Path]) -> int | None:

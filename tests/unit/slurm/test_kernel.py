@@ -63,6 +63,31 @@ def test_version_2_and_a_container_that_sees_itself_as_the_root(tmp_path: Path) 
     assert read_memory_limit(tmp_path) == (None, 4096)
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "step", "limit", "used", "none"),
+    [
+        (V1, "sys/fs/cgroup/memory/slurm_n1/uid_0/job_2/step_0",
+         "memory.limit_in_bytes", "memory.usage_in_bytes", "9223372036854771712\n"),
+        (V2, "sys/fs/cgroup/system.slice/slurmstepd.scope/job_2/step_0",
+         "memory.max", "memory.current", "max\n"),
+    ],
+)  # fmt: skip
+def test_a_limit_of_the_step_is_one_of_its_tasks(
+    tmp_path: Path, cgroup: str, step: str, limit: str, used: str, none: str
+) -> None:
+    task = str(memory_groups(cgroup)[0])
+    job = step.rpartition("/")[0]
+    files = {
+        f"{task}/{limit}": none,
+        f"{task}/{used}": "1048576\n",
+        f"{step}/{limit}": "1572864000\n",
+        f"{step}/{used}": "2097152\n",
+        f"{job}/{limit}": "3145728000\n",
+        f"{job}/{used}": "4194304\n",
+    }
+    assert read_memory_limit(machine(tmp_path, cgroup, files)) == (1572864000, 2097152)
+
+
 def test_no_limit_in_version_1_is_a_number_that_nobody_has(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
     assert read_memory_limit(machine(tmp_path, "4:memory:/\n", files)) == (None, None)
