@@ -223,6 +223,16 @@ _ENVIRONMENT = (
         # What is there for those who have it.
         unless=r"Failed to load image|\bdlerror\b|Could not load dynamic library|NET/Plugin",
     ),
+    # Ours (launch/shield.py), slurmstepd's where it starts a task, apptainer's and singularity's.
+    row(
+        Cause.ENV_MISMATCH,
+        "program missing",
+        r"\bslurm_forge: [^\n]{1,300} can't be started: "
+        r"(?:No such file|Permission denied|Exec format)",
+        r"\bslurmstepd[^:\s]{0,80}: error: execve\(\): [^\n]{1,300}: "
+        r"(?:No such file|Permission denied|Exec format)",
+        r"\bFATAL: {1,8}[Cc]ould not open image [^\n]{1,500}no such file",
+    ),
     row(
         Cause.ENV_MISMATCH,
         "binary of another version",

@@ -254,6 +254,18 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
     ),
     (
         C.ENV_MISMATCH,
+        "program missing",
+        [
+            "slurm_forge: apptainer can't be started: No such file or directory",
+            "slurmstepd-n1: error: execve(): pyhton: No such file or directory",
+            "slurmstepd: error: execve(): ./train.sh: Permission denied",
+            "FATAL:   could not open image /images/torch.sif: failed to retrieve path for "
+            "/images/torch.sif: lstat /images: no such file or directory",
+        ],
+        ["my tool: apptainer can't be started: no such luck", "could not open image viewer"],
+    ),
+    (
+        C.ENV_MISMATCH,
         "binary of another version",
         [
             "ImportError: /x/flash_attn.so: undefined symbol: _ZN3c104cuda9SetDeviceEi",
