@@ -61,8 +61,8 @@ def _misfit(problem: str, function: str, job: Path | None) -> ConfigError:
     return ConfigError(
         f"args: {problem}",
         path=job,
-        next_step=f"{function} is called with the run and the job's args by name; a function that "
-        "takes the run alone finds them in run.args.",
+        next_step=f"Write def {function}(run, …): it is called with the run and the job's args by "
+        "name; a function that takes the run alone finds them in run.args.",
     )
 
 
@@ -131,7 +131,13 @@ def _parameters(given: ast.arguments) -> Parameters:
         if default is None
     }
     names = (*(a.arg for a in positional[1:]), *keyword)
-    return Parameters(names, frozenset(required), given.kwarg is not None)
+    return Parameters(
+        names,
+        frozenset(required),
+        given.kwarg is not None,
+        given.args[0].arg if given.args and not given.posonlyargs else None,
+        bool(positional) or given.vararg is not None,
+    )
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[str]:

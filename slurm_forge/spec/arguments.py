@@ -10,30 +10,39 @@ from slurm_forge.documents import nearest
 
 __all__ = ["Parameters"]
 
+_BY_NAME = frozenset({inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD})
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """What a training function takes beside the run: by name, or ``anything`` (``**kwargs``).
 
-    A function that takes nothing beside the run finds the arguments in ``run.args``.
+    A function that takes nothing beside the run finds the arguments in ``run.args``.  ``first`` is
+    what it calls the run; ``takes_run`` is false where nothing can be given to it by position.
     """
 
     names: tuple[str, ...] = ()
     required: frozenset[str] = frozenset()
     anything: bool = False
+    first: str | None = None
+    takes_run: bool = True
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> Parameters:
         """Those of a function that is at hand; its first parameter is the run."""
         try:
-            found = list(inspect.signature(function).parameters.values())[1:]
+            given = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # written in C: it says nothing of its parameters
             return cls()
+        found = given[1:]
+        place = given[0] if given and given[0].kind not in _BY_NAME else None
         named = [each for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         return cls(
             tuple(each.name for each in named),
             frozenset(each.name for each in named if each.default is each.empty),
             any(each.kind is each.VAR_KEYWORD for each in found),
+            place.name if place and place.kind is place.POSITIONAL_OR_KEYWORD else None,
+            place is not None,
         )
 
     @property
@@ -43,6 +52,10 @@ class Parameters:
 
     def problem(self, given: Collection[str]) -> str | None:
         """Why the function can't be called with arguments of these names, or None."""
+        if not self.takes_run:
+            return "the function takes nothing by position, and the run is given to it so"
+        if self.first is not None and self.first in given:
+            return f"the function's first parameter is the run, and {self.first!r} is given as well"
         if not self.wanted:
             return None
         for name in given:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.entry_check import check_entry
+from slurm_forge.launch.entry_check import check_entry, require_arguments
 
 JOB = Path("train.yaml")
 
@@ -80,6 +81,10 @@ def functions(tmp_path: Path) -> Path:
         "def anything(run, **more): ...\n"
         "@decorated\ndef unknown(run): ...\n"
         "if True:\n    def twice(run): ...\nelse:\n    def twice(run, x): ...\n"
+        "def old(steps): ...\n"
+        "def older(steps, lr): ...\n"
+        "def none(): ...\n"
+        "def whatever(*words): ...\n"
     )
     return tmp_path
 
@@ -93,6 +98,7 @@ def functions(tmp_path: Path) -> Path:
         ("anything", ["max_steps"]),
         ("unknown", ["max_steps"]),
         ("twice", ["y"]),
+        ("whatever", ["max_steps"]),
     ],
 )
 def test_arguments_that_the_function_takes(functions: Path, function: str, args: list[str]) -> None:
@@ -105,6 +111,9 @@ def test_arguments_that_the_function_takes(functions: Path, function: str, args:
         ("some", ["maxsteps"], "has no parameter 'maxsteps' (did you mean \"max_steps\"?)"),
         ("some", ["lr"], "parameter 'max_steps' is not given"),
         ("strict", [], "parameter 'width' is not given"),
+        ("old", ["steps"], "first parameter is the run, and 'steps' is given as well"),
+        ("older", ["steps", "lr"], "first parameter is the run, and 'steps' is given as well"),
+        ("none", [], "takes nothing by position"),
     ],
 )
 def test_arguments_that_would_fail_on_every_rank_are_an_error_now(
@@ -114,3 +123,30 @@ def test_arguments_that_would_fail_on_every_rank_are_an_error_now(
         check_entry(f"f.py:{function}", functions, JOB, args)
     assert message in str(caught.value)
     assert "run.args" in str(caught.value)
+
+
+def _old(steps: int) -> None: ...
+
+
+def _none() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (_old, ["steps"], "first parameter is the run, and 'steps' is given as well"),
+        (_none, [], "takes nothing by position"),
+    ],
+)
+def test_a_function_that_knows_no_run_is_told_before_it_is_submitted(
+    function: Callable[..., None], args: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_arguments(function, args)
+    assert message in str(caught.value)
+    assert f"def {function.__name__}(run, …)" in caught.value.next_step
+
+
+def test_whatever_takes_anything_is_left_alone() -> None:
+    require_arguments(lambda *words, **more: None, ["steps"])
+    require_arguments(min, ["steps"])  # written in C
