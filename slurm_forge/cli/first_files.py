@@ -6,6 +6,7 @@ which are copied as they are.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -260,9 +261,16 @@ def _commands(wishes: Wishes, job: JobSpec) -> tuple[str, str]:
         return here, there
     here = f"slurm-forge exec --job {JOB_FILE} --runs {TRIED}"
     if job.command[0] == "srun":  # which is not there without Slurm
-        alone = [word for word in job.command[1:] if not word.startswith("-")]
-        here += f" -- {shlex.join(alone or ['python', _PROGRAM])}"
+        here += f" -- {shlex.join(_without_srun(job.command))}"
     return here, f"{knob}sbatch job.sbatch"
+
+
+def _without_srun(command: Sequence[str]) -> list[str]:
+    """The program with its own options: srun's stand in front of it (``-n 4``, ``--nodes=2``)."""
+    alone = list(
+        itertools.dropwhile(lambda word: word.startswith("-") or word.isdecimal(), command[1:])
+    )
+    return alone or ["python", _PROGRAM]
 
 
 def _starter(way: Way, job: JobSpec) -> str:

@@ -142,6 +142,21 @@ def test_what_is_commented_out_can_be_used_too(way: Way) -> None:
     assert "\nrecovery:\n" in lines
 
 
+@pytest.mark.parametrize(
+    ("command", "alone"),
+    [
+        ("srun torchrun --nproc-per-node=2 train.py --out out",
+         "torchrun --nproc-per-node=2 train.py --out out"),
+        ("srun -n 4 --unbuffered python -u own.py --lr 0.1", "python -u own.py --lr 0.1"),
+        ("srun", "python train.py"),
+    ],
+)  # fmt: skip
+def test_a_program_is_tried_here_with_its_own_options_and_without_srun(
+    command: str, alone: str
+) -> None:
+    assert made(way=Way.EXEC, command=command).here.endswith(f" -- {alone}")
+
+
 _KEY = re.compile(r"( *)# ((?:gpus_per_node|cpus_per_task|mem|time|partition|account):.*)")
 _BLOCK = re.compile(
     r"# ((?:program|recovery|setup|env|args|template|container):.*| {2}[a-z_]+: .*)"
