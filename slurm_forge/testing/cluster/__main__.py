@@ -72,6 +72,7 @@ def _up(given: argparse.Namespace) -> int:
     cluster.start()
     _say(_describe(cluster))
     _say(f"export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
+    _say("next: type that line, or: python -m slurm_forge.testing.cluster shell   (down: stop it)")
     return 0
 
 
@@ -108,6 +109,7 @@ def _describe(cluster: SlurmCluster) -> str:
         f"nodes {' '.join(cluster.nodes)}; processes tracked by {state.tracking.value}"
         f" ({state.platform.cgroup.value}), memory limits {memory}"
         + (f"\ncontrol groups were tried: {state.without_cgroups}" if state.without_cgroups else "")
+        + f"\npartitions: {'; '.join(each.contract for each in cluster.spec.partitions)}"
     )
 
 

@@ -62,6 +62,20 @@ class PartitionSpec:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"partition name {self.name!r}: lower case letters, digits, dashes, _")
 
+    @property
+    def contract(self) -> str:
+        """What a job there can expect: ``preempt: requeued after 10 s of notice``."""
+        name = f"{self.name} (the default)" if self.default else self.name
+        ends = {
+            PartitionPreemption.REQUEUE: "requeued",
+            PartitionPreemption.CANCEL: "cancelled",
+            PartitionPreemption.SUSPEND: "suspended",
+        }.get(self.preempt_mode)
+        if ends is None:
+            return f"{name}: not preempted"
+        seconds = self.grace_time.total_seconds()
+        return f"{name}: {ends} {f'after {seconds:g} s of notice' if seconds else 'without notice'}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosSpec:

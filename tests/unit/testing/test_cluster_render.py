@@ -65,6 +65,15 @@ def test_the_four_partitions_offer_the_four_contracts() -> None:
     assert len({options["Nodes"] for options in found.values()}) == 1
 
 
+def test_what_the_partitions_offer_is_told() -> None:
+    assert [each.contract for each in ClusterSpec().partitions] == [
+        "normal (the default): not preempted",
+        "preempt: requeued after 10 s of notice",
+        "preempt-nograce: requeued without notice",
+        "cancel: cancelled after 20 s of notice",
+    ]
+
+
 def test_every_daemon_has_a_port_of_its_own() -> None:
     spec = ClusterSpec(nodes=16)
     used = [PORTS.base, PORTS.database, PORTS.accounting, PORTS.controller]
