@@ -12,7 +12,7 @@ from slurm_forge.recovery.prediction import BroughtBack, FirstSignal, Prediction
 from slurm_forge.report.text import clean
 from slurm_forge.site.comparing import Difference, Kind
 from slurm_forge.site.model import PreemptionMode
-from slurm_forge.slurm.survey import Reply, Survey
+from slurm_forge.slurm.survey import Question, Reply, Survey
 from slurm_forge.units import words_for_duration
 
 __all__ = [
@@ -149,7 +149,7 @@ def _questions(survey: Survey) -> Iterator[Told]:
         yield Told(
             Mark.PROBLEM if vital else Mark.WARNING,
             f"`{clean(each.command, 80)}`: {each.reply.value}{words}.",
-            _ask_again(each.reply),
+            _ask_again(each),
         )
 
     skipped = [
@@ -162,8 +162,11 @@ def _questions(survey: Survey) -> Iterator[Told]:
         yield Told(Mark.WARNING, f"not asked after that: {names}.")
 
 
-def _ask_again(reply: Reply) -> str:
+def _ask_again(question: Question) -> str:
+    reply = question.reply
     if reply is Reply.NO_ANSWER:
+        if "configuration source" in question.words:
+            return "Its commands are here, and no cluster: load its module, or go to a login node."
         return "See whether `scontrol ping` answers, and try again when it does."
     if reply is Reply.REFUSED:
         return "What it would have told is taken from the site file, or unknown."
@@ -445,7 +448,8 @@ def _limit(place: Foreseen, *, of_job: bool) -> str:
     if place.limit is None or found.lead is None:
         default = place.default_time
         asks = f"; a job that asks for none gets {_words(default)}" if default else ""
-        return f"No longest time limit is known{asks}."
+        # None of QOS, associations and partition says one: whoever was asked said "unlimited".
+        return f"Slurm names no longest time limit{asks}."
     which = "Its time limit is" if of_job else "The longest time limit is"
     back = {
         BroughtBack.RUN: "requeues itself",

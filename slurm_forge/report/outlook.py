@@ -127,8 +127,8 @@ def _time_limit(job: JobSpec, site: Site, names: list[str | None], saves: SaveNo
     if limit is None:
         known = [site.facts(name, job.resources.qos).max_time for name in names]
         # The partition's DefaultTime may be shorter: only that there is a limit is sure.
-        told = "the time limit is the partition's" if any(known) else "no time limit is asked for"
-        return f"{told}; the run goes on beyond it in another attempt; "
+        told = "the partition's" if any(known) else "the partition's, if it has one"
+        return f"the time limit is {told}; the run goes on beyond it in another attempt; "
     lead = lead_time(job, limit, timedelta(seconds=0.0 if saves is None else saves.seconds))
     begins = "the program is told" if _keeps_its_own(job) else "the last save begins"
     return (

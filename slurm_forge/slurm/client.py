@@ -214,7 +214,7 @@ class SubprocessSlurm:
         argv = ("sbatch", "--parsable", *args, str(script.absolute()))
         # The job inherits sbatch's environment: nothing of ours may leak into the training.
         done = self._run(argv, self.submit_timeout, _for_a_new_job(self.environment))
-        return parse_job_id(_accepted(done).stdout)
+        return parse_job_id(_accepted(done, next_step=_correct(done.stderr)).stdout)
 
     def show_job(self, job: str) -> JobRecord | None:
         """See ``Slurm``.  A task that waits shares one record with the others that do."""
@@ -347,6 +347,15 @@ class SubprocessSlurm:
 #: What shells say of a command that does not exist.
 _NOT_THERE = 127
 _TRY_LATER = "See whether `scontrol ping` answers, and try again when it does."
+_CORRECTED = (
+    ("invalid partition", "Write one that `sinfo -s` lists: resources.partition."),
+    (
+        "invalid account",
+        "Write resources.account and resources.qos as `sacctmgr show assoc user=$USER "
+        "format=account,partition,qos` lists them.",
+    ),
+    ("invalid qos", "Write one that `sacctmgr show qos format=name` lists: resources.qos."),
+)
 _NO_SLURM = (
     "On a cluster, load its Slurm module or go to a login node.\n"
     "  Elsewhere, slurm-forge run trains on this machine, and "
@@ -370,10 +379,17 @@ def _unreachable(done: Completed) -> SlurmUnreachableError:
     return error
 
 
-def _accepted(done: Completed) -> Completed:
+def _accepted(done: Completed, *, next_step: str = "") -> Completed:
     if done.returncode:
-        raise SlurmCommandError(done.argv, done.returncode, done.stderr.strip() or done.stdout)
+        words = done.stderr.strip() or done.stdout
+        raise SlurmCommandError(done.argv, done.returncode, words, next_step=next_step)
     return done
+
+
+def _correct(refusal: str) -> str:
+    """What to do about the commonest refusals of sbatch (slurm_errno.c); empty for others."""
+    said = refusal.casefold()
+    return next((step for words, step in _CORRECTED if words in said), "")
 
 
 def _for_a_question(environment: Mapping[str, str]) -> dict[str, str]:

@@ -115,6 +115,17 @@ def test_without_slurm_the_rest_is_looked_at(shell: Shell, monkeypatch: pytest.M
     assert "no site file describes this cluster" in shown
 
 
+def test_commands_of_no_cluster_are_not_asked_to_be_asked_again(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "Could not establish a configuration source"
+    pretend(Recorded({}, {"s": SlurmUnreachableError(("scontrol",), 1, words)}), monkeypatch)
+    shown = plain(shell("doctor").stdout)
+    assert words in shown
+    assert "go to a login node" in shown
+    assert "scontrol ping" not in shown
+
+
 def test_what_is_refused_is_told_and_nothing_guessed(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,23 @@ def test_a_refusal_keeps_slurms_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        ("invalid partition specified: prempt", "`sinfo -s`"),
+        ("Invalid account or account/partition combination specified", "resources.account"),
+        ("Invalid qos specification", "resources.qos"),
+        ("Requested node configuration is not available", "Run it by hand"),
+    ],
+)
+def test_what_sbatch_refuses_ends_with_what_to_correct(
+    words: str, step: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SlurmCommandError, match=words) as failure:
+        client(Script(err=f"sbatch: error: {words}", returncode=1)).submit(tmp_path / "job.sbatch")
+    assert step in failure.value.next_step
+
+
+@pytest.mark.parametrize(
     ("out", "err"),
     [
         ("", "slurm_load_jobs error: Invalid job id specified"),
