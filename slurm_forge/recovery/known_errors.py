@@ -227,7 +227,9 @@ _ENVIRONMENT = (
     row(
         Cause.ENV_MISMATCH,
         "program missing",
-        r"\bslurm_forge: [^\n]{1,300} can't be started: "
+        # Nodes without Slurm's commands are common, and no reason for an end.
+        r"\bslurm_forge: (?!(?:[\w./-]{0,200}/)?s(?:acct|batch|cancel|control|info|queue)\b)"
+        r"[^\n]{1,300} can't be started: "
         r"(?:No such file|Permission denied|Exec format)",
         r"\bslurmstepd[^:\s]{0,80}: error: execve\(\): [^\n]{1,300}: "
         r"(?:No such file|Permission denied|Exec format)",

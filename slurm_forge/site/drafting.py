@@ -64,7 +64,8 @@ def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iter
     yield "#"
     yield f"# What Slurm ({_comment(version)}) said of itself on {today}, written by"
     yield '# `slurm-forge sites detect`.  null is "unknown": fill in what you know, from the'
-    yield "# centre's own pages (all keys: docs/reference/site-file.md), then sites check"
+    yield "# centre's own pages (all keys: docs/reference/site-file.md), then `sites check` it."
+    yield "# For an editor: `slurm-forge sites schema > site.schema.json`, beside this file."
     yield ""
     yield f"name: {_key(name)}"
     yield f"title: {_quoted(f'{cluster}, as its Slurm describes it')}"

@@ -262,7 +262,12 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
             "FATAL:   could not open image /images/torch.sif: failed to retrieve path for "
             "/images/torch.sif: lstat /images: no such file or directory",
         ],
-        ["my tool: apptainer can't be started: no such luck", "could not open image viewer"],
+        [
+            "my tool: apptainer can't be started: no such luck",
+            "could not open image viewer",
+            "slurm_forge: scontrol can't be started: No such file or directory",
+            "slurm_forge: /usr/bin/sacct can't be started: No such file or directory",
+        ],
     ),
     (
         C.ENV_MISMATCH,
