@@ -62,7 +62,7 @@ def inside(
         start = (runtime.value, "exec", *_gpus(file.job, site))
     binds = [f"--bind={each}" for each in (*_folders(file, run), *container.mounts)]
     where = f"--pwd={file.submitted_from}"
-    return (*start, *binds, where, *container.options, container.image)
+    return (*start, *binds, where, *container.options, _image(container.image, file))
 
 
 def step_options(
@@ -87,6 +87,11 @@ def step_options(
         *given,
         *container.options,
     )
+
+
+def _image(image: str, file: RunFile) -> str:
+    """Wherever the job is handed in from: a relative path is meant from where it first was."""
+    return image if "://" in image else str(file.folder / image)
 
 
 def _hint(facts: Container | None) -> tuple[str, ...] | None:

@@ -53,6 +53,16 @@ def test_an_entry_is_started_by_srun_or_by_torchrun_below_the_shield() -> None:
     ]
 
 
+def test_a_relative_image_is_found_from_wherever_the_job_is_handed_in_again() -> None:
+    """``slurm-forge requeue`` is typed anywhere, and a successor starts where its job did."""
+    for given, found in (
+        ("images/my torch.sif", "/home/me/images/my torch.sif"),
+        ("/i.sif", "/i.sif"),
+        ("docker://pytorch/pytorch:2", "docker://pytorch/pytorch:2"),
+    ):
+        assert found in words(container={**IMAGE, "image": given})[2]
+
+
 def test_a_container_outside_of_srun_stands_below_the_shield() -> None:
     inside = (
         "apptainer", "exec", "--bind=/runs", "--bind=/home/me", "--bind=/data:/d:ro",
