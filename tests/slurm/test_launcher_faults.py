@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from slurm_forge.testing.cluster import SlurmCluster
+from tests.slurm.harness import submit
 from tests.slurm.test_chain_faults import supervisors
 from tests.slurm.test_launchers import (
     PACE,
@@ -21,7 +21,6 @@ from tests.slurm.test_launchers import (
     run_of,
     words_of,
 )
-from tests.slurm.harness import submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -33,10 +32,11 @@ def test_a_killed_torchrun_takes_its_ranks_along(slurm: SlurmCluster, tmp_path: 
     os.kill(before[1][0], signal.SIGKILL)
     watched.wait(lambda s: len(s.attempts[-1].launches) > 1 or len(s.attempts) > 1, 60, "another")
     assert not any(words_of(each) for _, ranks in before.values() for each in ranks)
-    # And nobody is left to be told anything: neither are there ranks to tell.
+    watched.wait(lambda s: s.attempts[0].launches[-1].step or 0, 40, "steps of it")
     again = ranks_of(slurm, watched)
     (supervisor,) = supervisors(watched.run.path)
     os.kill(supervisor, signal.SIGKILL)
+    # A rank brings the job back in place of its supervisor.
     slurm.wait_for(
         lambda: not any(words_of(e) for b, ranks in again.values() for e in (b, *ranks)),
         60,
@@ -44,7 +44,6 @@ def test_a_killed_torchrun_takes_its_ranks_along(slurm: SlurmCluster, tmp_path: 
     )
     watched.wait(lambda s: len(s.attempts) > 1, 200, "the job to come back")
     watched.wait_finished()
-    print(watched.story())
     slurm.wait_for(lambda: not left_of(watched), 10, "nothing is left of the run")
 
 
@@ -61,6 +60,5 @@ def test_a_killed_container_is_relaunched(slurm: SlurmCluster, tmp_path: Path) -
     watched.wait(lambda s: len(s.attempts[-1].launches) > 1 or len(s.attempts) > 1, 60, "another")
     assert not any(words_of(each) for each in inside)
     watched.wait_finished()
-    print(watched.story())
     assert len(causes(watched)) == 1
     slurm.wait_for(lambda: not left_of(watched), 10, "nothing is left of the run")
