@@ -32,7 +32,7 @@ fi
 # decide.
 {%- endmacro %}
 
-{% macro guard(submissions) -%}
+{% macro guard(submissions, chain=none) -%}
 # Where the environment is broken, the job goes to another node once, and if it is broken there too
 # it goes back into the queue and waits there, held, with a note of what is wrong: whoever has
 # repaired it releases the job (slurm-forge requeue).
@@ -61,10 +61,22 @@ not_started() {
         [ ! "$forge_folder/../attempts" -nt "$forge_note" ]; then
         moved=1
     fi
+{%- if chain %}
+    # Of one run in many tasks one finds out for all of them.
+    local note
+    for note in "$forge_folder/not-started-${SLURM_ARRAY_JOB_ID:-}"_*.txt; do
+        if grep -qs "^$forge_moves " "$note" && [ ! "$forge_folder/../attempts" -nt "$note" ]; then
+            moved=1
+        fi
+    done
+{%- endif %}
     forge_tell "$@" ${forge_failed:+"before that: $forge_failed"}
     timeout 60 scontrol update JobId="$forge_job" \
         Comment="slurm_forge: not started, see $forge_note"
     [ -n "$moved" ] || forge_elsewhere
+{%- if chain %}
+    timeout 60 scontrol hold "${SLURM_ARRAY_JOB_ID:-$forge_job}"
+{%- endif %}
     for pause in 0 5 30; do
         sleep "$pause"
         if timeout 60 scontrol requeuehold "$forge_job"; then break; fi
@@ -90,6 +102,10 @@ forge_elsewhere() {
     # Before Slurm is asked: a job that could not remember would go round for ever.
     printf '%s %s\n' "$forge_moves" "$forge_node" >> "$forge_note" || return 1
     tail -n 1 "$forge_note" >&2
+{%- if chain %}
+    # The next task starts at once: it refuses that of the one which runs, and takes the others'.
+    timeout 60 scontrol update JobId="${SLURM_ARRAY_JOB_ID:-}" ExcNodeList="${out//$'\n'/,}"
+{%- endif %}
     timeout 60 scontrol requeue "$forge_job" || return 1
     # A job that runs can't be given other nodes; and what asks may be ended along with us.
     for pause in 0 1 5 10; do

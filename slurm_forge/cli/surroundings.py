@@ -13,6 +13,7 @@ from typing import Any
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted
+from slurm_forge.launch.chain import tasks_waiting
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about
 from slurm_forge.run_directory import RunDirectory
@@ -58,7 +59,10 @@ def ask_slurm(job: str) -> QueueAnswer | None:
     if isinstance(slurm, SubprocessSlurm):
         slurm = slurm.with_timeout(_PATIENCE)
     try:
-        return QueueAnswer(job, slurm.show_job(job))
+        record = slurm.show_job(job)
+        of_array = record is not None and record.array_task is not None
+        tasks = tasks_waiting(job.partition("_")[0], slurm) if of_array else ()
+        return QueueAnswer(job, record, tasks=tasks)
     except ForgeError:
         return QueueAnswer(job, None, answered=False)
 

@@ -85,7 +85,9 @@ def bring_back(
         record = _record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
             record = _successor(run, slurm) or record
-        if record is None or record.state is JobState.COMPLETING or record.state in TERMINAL:
+        # Of a chain each task that has begun has a record of its own.
+        over = record is None or record.state is JobState.COMPLETING or record.state in TERMINAL
+        if over or (record is not None and record.held):
             record = waiting_record(state.job, file.job.chain, slurm) or record
         if unless is not None and (why := unless(state, record)) is not None:
             return Brought(state.job, why, changed=False)

@@ -17,7 +17,7 @@ from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import PENDING_LIKE
 
-__all__ = ["VIA_ARRAY", "Chain", "chain_of", "comment_of", "waiting_record"]
+__all__ = ["VIA_ARRAY", "Chain", "chain_of", "comment_of", "tasks_waiting", "waiting_record"]
 
 #: ``--via`` of the supervisor in a task of such an array.
 VIA_ARRAY = "sbatch array"
@@ -47,6 +47,15 @@ def waiting_record(job: str, tasks: int | None, slurm: Slurm) -> JobRecord | Non
     return replace(same[0], array_task=numbers) if numbers else same[0]
 
 
+def tasks_waiting(array: str, slurm: Slurm) -> tuple[int, ...]:
+    """The tasks of an array that wait in the queue, in order.
+
+    ``SlurmCommandError`` where Slurm does not answer.
+    """
+    waiting = (each for each in slurm.show_tasks(array) if each.state in PENDING_LIKE)
+    return tuple(sorted({task for each in waiting for task in _numbers(each)}))
+
+
 def comment_of(reason: str) -> str:
     """What Slurm takes for a job's comment: one line that can be printed, not too long."""
     line = "".join(each if each.isprintable() else " " for each in f"slurm_forge: {reason}")
@@ -69,12 +78,10 @@ class Chain:
     def waiting(self) -> tuple[int, ...] | None:
         """The other tasks that wait in the queue, in order; None where Slurm does not answer."""
         try:
-            records = self._quick().show_tasks(self.array)
+            found = tasks_waiting(self.array, self._quick())
         except SlurmCommandError:
             return None
-        waiting = (record for record in records if record.state in PENDING_LIKE)
-        found = {task for record in waiting for task in _numbers(record)}
-        return tuple(sorted(found - {self.mine}))
+        return tuple(task for task in found if task != self.mine)
 
     def to_come(self) -> tuple[int, ...]:
         """As ``waiting``; where Slurm does not answer, those that have had no turn by their number.

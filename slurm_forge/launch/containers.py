@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.launch.gpu_options import gpus_per_node
+from slurm_forge.launch.shield import handed_on
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Backend, Container
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.launchers import RUNTIMES, ContainerSpec, Runtime
 from slurm_forge.spec.run_file import RunFile
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["facts_of", "inside", "runtime_of", "step_options"]
+__all__ = ["facts_of", "inside", "into_container", "runtime_of", "step_options"]
 
+_OUTSIDE = frozenset(each.value for each in Runtime if each.outside)
 _IMAGE = "<image>"
 _PLACE = re.compile(r"<[^<>]*>")
 
@@ -62,7 +66,7 @@ def inside(
         start = (runtime.value, "exec", *_gpus(file.job, site))
     binds = [f"--bind={each}" for each in (*_folders(file, run), *container.mounts)]
     where = f"--pwd={file.submitted_from}"
-    return (*start, *binds, where, *container.options, container.image)
+    return (*start, *binds, where, *container.options, _image(container.image, file))
 
 
 def step_options(
@@ -87,6 +91,25 @@ def step_options(
         *given,
         *container.options,
     )
+
+
+def into_container(
+    command: Sequence[str], file: RunFile, plan: RecoveryPlan, variables: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a command whose container may forget it: with what the job file says.
+
+    A worker of ours reads that itself; a command could only inherit it.
+    """
+    at = next((n for n, word in enumerate(command) if PurePath(word).name in _OUTSIDE), None)
+    if file.job.container is None or at is None:
+        return dict(variables)
+    names = {*file.env, *file.job.env, *(each.name for each in plan.variables)}
+    return handed_on(command[at:], variables, also=names)
+
+
+def _image(image: str, file: RunFile) -> str:
+    """Wherever the job is handed in from: a relative path is meant from where it first was."""
+    return image if "://" in image else str(file.folder / image)
 
 
 def _hint(facts: Container | None) -> tuple[str, ...] | None:

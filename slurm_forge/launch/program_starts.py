@@ -18,6 +18,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs, mark_of_run
 from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.containers import into_container
 from slurm_forge.launch.convention import forwarding
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.master import master_address
@@ -129,6 +130,7 @@ class Starts:
             if by_torchrun(file) and environment is not None:
                 variables = self._meeting(variables, hub, environment)
             variables.update(knobs.to_environ())
+            variables = into_container(command, file, state.plan, variables)
             self.launched_at = datetime.now(timezone.utc)
             there = None
             with contextlib.suppress(OSError):

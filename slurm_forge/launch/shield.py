@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from types import FrameType
 from typing import NoReturn
@@ -38,7 +38,7 @@ from slurm_forge.knobs import Knobs, torchrun_variables
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 
-__all__ = ["Teller", "filled", "main", "ranks_below", "variables_for"]
+__all__ = ["Teller", "filled", "handed_on", "main", "ranks_below", "variables_for"]
 
 _CONNECT_S = 30.0
 _END_WITHIN_S = 5.0
@@ -127,11 +127,22 @@ def variables_for(
     if "--node-rank={node_rank}" in words and environment is not None:
         step = f"{environment.job_id}.{environment.step_id}"
         found.update(torchrun_variables(step, ours=ours))
+    return handed_on(words, found)
+
+
+def handed_on(
+    words: Sequence[str], variables: Mapping[str, str], also: Collection[str] = ()
+) -> dict[str, str]:
+    """The environment of a command that starts with a container, which may forget it.
+
+    Then what ranks have to know, and ``also``, is handed on by the runtime's own names for it.
+    """
+    found = dict(variables)
     prefix = _CONTAINERS.get(PurePath(words[0]).name)
     if prefix is not None and not _CLEAN.isdisjoint(words):
-        for name in list(found):
-            if name.startswith(_KEPT):
-                found.setdefault(prefix + name, found[name])
+        for name, value in variables.items():
+            if name.startswith(_KEPT) or name in also:
+                found.setdefault(prefix + name, value)
     return found
 
 

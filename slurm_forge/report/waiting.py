@@ -125,12 +125,14 @@ _BUDGET = re.compile(r"Grp\w*(?<!Run)Minutes|GrpWall")
 class QueueAnswer:
     """What Slurm said about ``job``; ``record`` is None where it does not know it (any more).
 
-    Not ``answered``: it was asked and did not answer, so that nothing is known.
+    Not ``answered``: it was asked and did not answer, so that nothing is known.  ``tasks`` are
+    those of its array that wait: the next one has a record of its own soon.
     """
 
     job: str
     record: JobRecord | None
     answered: bool = True
+    tasks: tuple[int, ...] = ()
 
 
 def job_to_ask_about(records: Iterable[Record]) -> str | None:
@@ -181,7 +183,7 @@ def why_waiting(
         told = f"others have its nodes, probably the job that preempted it ({reason})"
         text, next_ = _expecting(told, expected, now, zone), _NOTHING
     if chained and record.array_task is not None:
-        left = len(tasks_of(record.array_task))
+        left = len({*tasks_of(record.array_task), *answer.tasks})
         are = "is" if left == 1 else "are"
         text = f"{text}; {t.plural(left, 'task')} of its array {are} left"
     soon = expected is not None and expected > now and not held

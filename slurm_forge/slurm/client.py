@@ -42,6 +42,7 @@ from slurm_forge.slurm.records import (
     PartitionRecord,
     QueueRecord,
 )
+from slurm_forge.slurm.sbatch_variables import without_overrides
 from slurm_forge.units import format_slurm_duration
 
 __all__ = ["JobUpdate", "Slurm", "SubprocessSlurm"]
@@ -191,8 +192,9 @@ class SubprocessSlurm:
     """Runs sbatch, scontrol, scancel, sacct and squeue.
 
     ``environment`` is what those commands get: variables that would change the format of an
-    answer are replaced, the rest (SLURM_CONF, PATH, SBATCH_*) goes through.  ``timeout`` is per
-    call; submitting has its own, because a killed sbatch may have submitted all the same.
+    answer are replaced, SBATCH_* that would win over a script left out, and the rest (SLURM_CONF,
+    PATH) goes through.  ``timeout`` is per call; submitting has its own, because a killed sbatch
+    may have submitted all the same.
     """
 
     environment: Mapping[str, str]
@@ -213,7 +215,8 @@ class SubprocessSlurm:
         """See ``Slurm``.  A relative ``script`` can't be taken for an option."""
         argv = ("sbatch", "--parsable", *args, str(script.absolute()))
         # The job inherits sbatch's environment: nothing of ours may leak into the training.
-        done = self._run(argv, self.submit_timeout, _for_a_new_job(self.environment))
+        variables = without_overrides(_for_a_new_job(self.environment), _text_of(script))
+        done = self._run(argv, self.submit_timeout, variables)
         return parse_job_id(_accepted(done, next_step=_correct(done.stderr)).stdout)
 
     def show_job(self, job: str) -> JobRecord | None:
@@ -416,6 +419,13 @@ def _for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not name.startswith(("SLURM_", "SLURMD_")) or name in _NOT_OF_THE_JOB
     }
+
+
+def _text_of(script: Path) -> str:
+    try:
+        return script.read_text(errors="replace")
+    except OSError:  # sbatch will say so
+        return ""
 
 
 _NOT_OF_THE_JOB = frozenset(

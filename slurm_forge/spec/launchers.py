@@ -70,7 +70,8 @@ def _mount(text: str) -> str:
     target, _, flags = rest.partition(":")
     if "," in text or '"' in text:
         raise ValueError("a path in a mount can't hold commas or quotes; mounts are a list")
-    if not source.startswith("/") or (rest and not target.startswith("/")):
+    unsaid = text.endswith(":")
+    if unsaid or not source.startswith("/") or (rest and not target.startswith("/")):
         raise ValueError('expected absolute paths: "/data", "/data:/mnt" or "/data:/mnt:ro"')
     if flags and flags not in ("ro", "rw"):
         raise ValueError(f'unknown flag "{flags}" (one of: ro, rw)')

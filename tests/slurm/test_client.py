@@ -64,6 +64,29 @@ def script(tmp_path: Path, body: str) -> Path:
     return path
 
 
+def test_what_a_script_says_counts_whatever_a_profile_sets(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """By itself sbatch takes the variables: a job that can't come back, in five, of one minute."""
+    profile = {"SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "1", "SBATCH_ARRAY_INX": "1-5"}
+    environment = {**slurm.env, **profile}
+    path = script(tmp_path, "#SBATCH --requeue --time=30 --hold --partition=normal\ntrue")
+    plain = run_command(
+        ("sbatch", "--parsable", str(path)), timedelta(seconds=60), environment
+    ).stdout.strip()
+    ours = SubprocessSlurm(environment=environment)
+    job = ours.submit(path)
+    (taken,), (meant,) = ours.show_tasks(plain), ours.show_tasks(job)
+    for each in (plain, job):
+        ours.cancel(each)
+    assert (taken.requeue, taken.time_limit, taken.array_task) == (
+        False, timedelta(minutes=1), "1-5",
+    )  # fmt: skip
+    assert (meant.requeue, meant.time_limit, meant.array_task) == (
+        True, timedelta(minutes=30), None,
+    )  # fmt: skip
+
+
 def test_a_job_from_submission_to_its_end(
     slurm: SlurmCluster, client: SubprocessSlurm, tmp_path: Path
 ) -> None:

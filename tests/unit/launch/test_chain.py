@@ -216,6 +216,20 @@ def test_a_held_run_starts_no_task_until_a_person_says_so(tmp_path: Path) -> Non
     assert begun(slurm, run).attempt.claim.attempt == 2
 
 
+def test_all_held_tasks_are_released_not_the_next_one_alone(tmp_path: Path) -> None:
+    """A task that was changed, or was about to start, has a record of its own."""
+    run = made(tmp_path, tasks=4)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    comeback = task.ladder.climb("time_limit: over")
+    slurm.hold("1_[2-4]")
+    task.end(comeback)
+    assert waiting(slurm) == [(f"1_{n}", True) for n in (2, 3, 4)]
+    brought = bring_back(run, slurm, site=Site(name="hill"), file=read_run_file(run.spec_file))
+    assert "released job 1_[2-4]" in brought.text
+    assert not any(held for _, held in waiting(slurm))
+
+
 def test_tasks_that_somebody_releases_by_hand_go_on(tmp_path: Path) -> None:
     run = made(tmp_path, tasks=2)
     slurm = submitted(run)

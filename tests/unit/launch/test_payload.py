@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.containers import into_container
 from slurm_forge.launch.payload import SHIELD, has_shield, payload, step_of
 from slurm_forge.launch.script import asked_options, render, template_name
 from slurm_forge.launch.standing import with_agent
@@ -15,6 +16,7 @@ from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Container
 from slurm_forge.spec import JobSpec, job_from_mapping
 from slurm_forge.spec.run_file import RunFile
+from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 
 RUN = RunDirectory(Path("/runs/tiny"))
 SITE = Site(name="generic")
@@ -51,6 +53,35 @@ def test_an_entry_is_started_by_srun_or_by_torchrun_below_the_shield() -> None:
         MEETING,
         WORKER[1:],
     ]
+
+
+def test_what_the_job_file_sets_reaches_a_command_in_a_container_that_forgets() -> None:
+    """A worker of ours reads it from the run; a command has nothing but its environment."""
+    given = {"WANDB_MODE": "offline", "NCCL_SOCKET_IFNAME": "hsn", "NCCL_DEBUG": "INFO", "OWN": "x"}
+    plan = RecoveryPlan(variables=(Variable("NCCL_DEBUG", "INFO"),))
+    for template in (None, "srun", "torchrun"):
+        for option, forgets in (("--cleanenv", True), ("--writable-tmpfs", False)):
+            job = job_of(
+                command=["train.py"], template=template, env={"WANDB_MODE": "offline"},
+                container={**IMAGE, "options": [option]},
+            )  # fmt: skip
+            file = RunFile(
+                submitted_from="/home/me", python=PYTHON, job=job, env={"NCCL_SOCKET_IFNAME": "hsn"}
+            )
+            command = [word for line in payload(file, SITE, RUN) for word in line]
+            found = into_container(command, file, plan, given)
+            more = {f"APPTAINERENV_{name}": given[name] for name in given if name != "OWN"}
+            assert found == ({**given, **more} if forgets else given)
+
+
+def test_a_relative_image_is_found_from_wherever_the_job_is_handed_in_again() -> None:
+    """``slurm-forge requeue`` is typed anywhere, and a successor starts where its job did."""
+    for given, found in (
+        ("images/my torch.sif", "/home/me/images/my torch.sif"),
+        ("/i.sif", "/i.sif"),
+        ("docker://pytorch/pytorch:2", "docker://pytorch/pytorch:2"),
+    ):
+        assert found in words(container={**IMAGE, "image": given})[2]
 
 
 def test_a_container_outside_of_srun_stands_below_the_shield() -> None:

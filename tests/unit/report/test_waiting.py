@@ -437,6 +437,15 @@ def test_a_chain_says_how_many_tasks_are_left(scribe: Scribe, tasks: str, words:
     assert "goes on as task 7_2 of its array" in told(scribe.facts())
 
 
+def test_the_next_task_of_a_chain_is_not_the_only_one_that_is_left(scribe: Scribe) -> None:
+    """Slurm gives it a record of its own once it is changed, or about to start."""
+    left_to_the_next_task(scribe)
+    answer = QueueAnswer("7_2", in_chain(tasks="2"), tasks=(2, 3, 4))
+    assert (
+        "3 tasks of its array are left" in screen(replace(scribe.facts(), queue=answer))["status"]
+    )
+
+
 def test_tasks_of_other_runs_are_not_counted(scribe: Scribe) -> None:
     """An array of runs through submitit: each task is another run."""
     scribe.begin(job="7_1", via="submitit forge")

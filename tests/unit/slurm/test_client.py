@@ -268,6 +268,28 @@ def test_a_job_gets_the_users_environment_and_nothing_of_ours(tmp_path: Path) ->
     assert script.environments == [inherited]
 
 
+def test_variables_of_sbatch_do_not_win_over_the_script(tmp_path: Path) -> None:
+    """To sbatch they would: one run in many jobs, that can't come back, and ends after a minute."""
+    script = Script("17\n")
+    inherited = {
+        "SBATCH_ACCOUNT": "me",
+        "SBATCH_ARRAY_INX": "1-10",
+        "SBATCH_JOB_NAME": "other",
+        "SBATCH_MEM_PER_NODE": "1G",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_OPEN_MODE": "truncate",
+        "SBATCH_PARTITION": "gpu",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_WAIT": "1",
+    }
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\n#SBATCH --job-name=x --mem=4G -t 60\n#SBATCH --requeue\n"
+        "#SBATCH --open-mode=append\ntrue\n#SBATCH --partition=cpu\n"
+    )
+    client(script, **inherited).submit(tmp_path / "job.sh")
+    assert set(script.environments[0]) == {"SBATCH_ACCOUNT", "SBATCH_PARTITION"}
+
+
 def test_a_successor_does_not_inherit_what_describes_its_predecessor(tmp_path: Path) -> None:
     script = Script("17\n")
     inside = {

@@ -52,6 +52,7 @@ IN_A_JOB = [
     ('container: {image: x, mounts: ["/a,/b"]}', 3, "container.mounts[0]: a path in a mount can't hold commas or quotes; mounts are a list"),
     ("container: {image: x, mounts: [data]}", 3, 'container.mounts[0]: expected absolute paths: "/data", "/data:/mnt" or "/data:/mnt:ro"'),
     ('container: {image: x, mounts: ["/a:/b:rx"]}', 3, 'container.mounts[0]: unknown flag "rx" (one of: ro, rw)'),
+    ('container: {image: x, mounts: ["/a:/b:"]}', 3, 'container.mounts[0]: expected absolute paths: "/data", "/data:/mnt" or "/data:/mnt:ro"'),
     ('container: {image: "x\\ny"}', 3, f"container.image: character 2 is a line break; {HIDDEN}"),
     # types
     ("resources:\n  nodes: two", 4, 'resources.nodes: expected a whole number, got "two"'),
