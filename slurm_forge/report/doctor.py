@@ -282,7 +282,9 @@ def site_section(
                 Told(Mark.OK, f"known to the file alone, Slurm can't tell: {', '.join(unchecked)}.")
             )
     return Section(
-        "site file", f"{clean(name, 64)}   {file}   ({clean(because, 120)})", tuple(told)
+        "site file",
+        f"{clean(name, 64)}   {clean(file, 200)}   ({clean(because, 120)})",
+        tuple(told),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,36 @@ def test_no_site_file_without_slurm(shell: Shell, monkeypatch: pytest.MonkeyPatc
     told = shell("sites", "detect", "--write")
     assert told.exit_code == 2 and "login node" in told.stderr
     assert not (shell.folder / ".config").exists()
+
+
+def test_a_partition_that_is_no_name_is_no_crash(shell: Shell, slurm: Recorded) -> None:
+    told = shell("doctor", "train.yaml", "--partition", ",", "--site", "test_cluster")
+    assert told.exception is None or isinstance(told.exception, SystemExit)
+    assert "no partition is known" in plain(told.stdout)
+
+
+def test_what_slurm_says_never_reaches_the_terminal_as_it_is(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = recorded("v26")
+    answers["scontrol -a show partition"] = answers["scontrol -a show partition"].replace(
+        "PartitionName=preempt", "PartitionName=pre\x1b]0;owned\x07empt"
+    )
+    loud = SlurmCommandError(("sacctmgr",), 1, "\x1b[31mdenied\x1b[0m\u202e")
+    pretend(Recorded(answers, {"sacctmgr": loud}), monkeypatch)
+    for words in (("doctor", "--site", "generic"), ("sites", "detect")):
+        told = shell(*words)
+        assert "empt" in told.stdout and "denied" in told.stdout + told.stderr
+        written = (told.stdout + told.stderr).replace("\n", "")
+        assert written.isprintable(), [each for each in written if not each.isprintable()]
+
+
+def test_a_folder_of_site_files_is_nobody_elses_to_write(shell: Shell, slurm: Recorded) -> None:
+    before = os.umask(0)
+    try:
+        assert shell("sites", "detect", "--write").exit_code == 0
+    finally:
+        os.umask(before)
+    made = shell.folder / ".config"
+    for each in (made, made / "slurm_forge", made / "slurm_forge" / "sites"):
+        assert each.stat().st_mode & 0o022 == 0, each
