@@ -83,8 +83,10 @@ def test_a_look_that_is_interrupted_in_the_middle_of_sbatch_leaves_no_job(
     go, number = tmp_path / "go", tmp_path / "number"
     os.mkfifo(go)
     # The job is there, and sbatch has not said so.
+    # The job itself finds this one, too.
     slow.write_text(
-        f'#!/bin/bash\nsaid=$({sbatch} "$@")\necho "$said" >{number}\n'
+        f'#!/bin/bash\n[ -e {number} ] && exec {sbatch} "$@"\n'
+        f'said=$({sbatch} "$@")\necho "$said" >{number}\n'
         f'echo submitted >{go}\nread -t 2 -r _ <>{tmp_path}/never\necho "$said"\n'
     )
     slow.chmod(0o755)

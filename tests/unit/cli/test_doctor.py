@@ -143,6 +143,21 @@ def test_the_interval_rests_on_earlier_runs(shell: Shell, slurm: Recorded, scrib
     assert "a save takes 12 s and the notice is 10 s" in text, "known before it happens"
 
 
+def test_a_journal_with_impossible_times_is_left_out(
+    shell: Shell, slurm: Recorded, scribe: Scribe
+) -> None:
+    scribe.begin("n1")
+    scribe.write(
+        "rank0",
+        CheckpointCommitted(
+            name="step-00000100.a1.l1-00000100", step=100, reason="periodic", seconds=1e300,
+            size=1 << 30, blocked_s=1e300,
+        ),
+    )  # fmt: skip
+    told = shell("doctor", "--site", "test_cluster")
+    assert told.exit_code == 0 and "nothing was measured" in plain(told.stdout)
+
+
 def test_a_site_file_is_written_once(shell: Shell, slurm: Recorded) -> None:
     printed = shell("sites", "detect")
     assert printed.exit_code == 0 and "preempt-nograce" in printed.stdout
