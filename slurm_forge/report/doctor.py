@@ -224,11 +224,17 @@ def _settings(survey: Survey) -> Iterator[Told]:
             f"JobSubmitPlugins={names}: rules that nobody can read from here may change or refuse "
             "a job.",
         )
-    if config.requeue_exit or config.requeue_exit_hold:
-        codes = clean(config.requeue_exit or config.requeue_exit_hold or "", 60)
+    if config.requeue_exit:
         yield Told(
             Mark.NOTE,
-            f"RequeueExit={codes}: Slurm itself requeues jobs that end with these codes.",
+            f"RequeueExit={clean(config.requeue_exit, 60)}: Slurm itself requeues jobs that end "
+            "with these codes.",
+        )
+    if config.requeue_exit_hold:
+        yield Told(
+            Mark.NOTE,
+            f"RequeueExitHold={clean(config.requeue_exit_hold, 60)}: Slurm requeues jobs that end "
+            "with these codes and holds them; scontrol release lets them go on.",
         )
     if config.slurmd_timeout:
         yield Told(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,17 @@ def test_a_folder_of_site_files_is_nobody_elses_to_write(shell: Shell, slurm: Re
     made = shell.folder / ".config"
     for each in (made, made / "slurm_forge", made / "slurm_forge" / "sites"):
         assert each.stat().st_mode & 0o022 == 0, each
+
+
+def test_codes_that_hold_a_job_are_not_told_as_codes_that_requeue_it(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = recorded("v26")
+    config = re.sub(
+        r"(?m)^RequeueExit .*$", "RequeueExit = (null)", answers["scontrol show config"]
+    )
+    config = re.sub(r"(?m)^RequeueExitHold .*$", "RequeueExitHold = 9", config)
+    pretend(Recorded(answers | {"scontrol show config": config}), monkeypatch)
+    text = plain(shell("doctor", "--site", "test_cluster").stdout)
+    assert "RequeueExitHold=9: Slurm requeues jobs that end with these codes and holds them" in text
+    assert "RequeueExit=" not in text
