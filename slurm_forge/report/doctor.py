@@ -144,11 +144,14 @@ def _questions(survey: Survey) -> Iterator[Told]:
     for each in survey.questions:
         if each.reply in (Reply.ANSWERED, Reply.NOT_ASKED) or each.command.split(" ")[0] in missing:
             continue  # a command that is not there is told of once, as a fact of this machine
-        words = f": {clean(each.words, 160)}" if each.words else ""
+        words = clean(each.words, 160).rstrip(".")
+        # "no answer within 10 s" and the like say it all.
+        said = words if words.startswith(each.reply.value) else each.reply.value
+        words = f": {words}" if words and said != words else ""
         vital = each.command == "scontrol show config"
         yield Told(
             Mark.PROBLEM if vital else Mark.WARNING,
-            f"`{clean(each.command, 80)}`: {each.reply.value}{words}.",
+            f"`{clean(each.command, 80)}`: {said}{words}.",
             _ask_again(each.reply),
         )
 

@@ -239,3 +239,12 @@ def test_codes_that_hold_a_job_are_not_told_as_codes_that_requeue_it(
     text = plain(shell("doctor", "--site", "test_cluster").stdout)
     assert "RequeueExitHold=9: Slurm requeues jobs that end with these codes and holds them" in text
     assert "RequeueExit=" not in text
+
+
+def test_a_controller_that_does_not_answer_is_told_once(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = SlurmUnreachableError(("scontrol",), 124, "no answer within 10 s.")
+    pretend(Recorded({}, {"s": late}), monkeypatch)
+    text = plain(shell("doctor").stdout)
+    assert "`scontrol show config`: no answer within 10 s. ->" in text
