@@ -83,10 +83,12 @@ class Knobs:
     @property
     def config_folder(self) -> Path:
         """Where this user's settings and site files lie (XDG Base Directory Specification)."""
-        home = self.config_home
-        # The specification: a relative path there is to be ignored.
-        folder = Path(home if home is not None and home.startswith("/") else "~/.config")
-        return folder.expanduser() / "slurm_forge"
+        return _of_user(self.config_home, "~/.config") / "slurm_forge"
+
+    @property
+    def state_folder(self) -> Path:
+        """Where what is remembered for this user lies (the same)."""
+        return _of_user(self.state_home, "~/.local/state") / "slurm_forge"
 
     @property
     def settings_file(self) -> Path:
@@ -142,6 +144,25 @@ class Knobs:
             _CONFIG_HOME: self.config_home,
         }
         return {name: value for name, value in given.items() if value}
+
+
+#: Nothing is there, and nothing can be.
+_NOWHERE = Path("/dev/null")
+
+
+def _of_user(given: str | None, usual: str) -> Path:
+    """What the variable says, else the usual folder; never one below the current folder.
+
+    The specification: a relative path there is to be ignored.  A user without a home folder (a
+    number that nobody has named, in a container), or with a relative one, has none of these.
+    """
+    if given is not None and given.startswith("/"):
+        return Path(given)
+    try:
+        found = Path(usual).expanduser()
+    except RuntimeError:
+        return _NOWHERE
+    return found if found.is_absolute() else _NOWHERE
 
 
 def torchrun_variables(step: str, *, ours: bool) -> dict[str, str]:

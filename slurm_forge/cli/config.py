@@ -213,8 +213,9 @@ def _text(shown: ConfigShown, *, origin: bool) -> str:
     over = ", over ".join(reversed(shown.files)) or "no file"
     lines = [
         f"job    {clean(over, 1000)}",
-        f"site   {shown.site.name}   {shown.site.path}   ({shown.site.because})",
-        f"runs   {clean(shown.runs.path, 1000)}   ({shown.runs.because})",
+        f"site   {shown.site.name}   {clean(shown.site.path, 1000)}   "
+        f"({clean(shown.site.because, 1000)})",
+        f"runs   {clean(shown.runs.path, 1000)}   ({clean(shown.runs.because, 1000)})",
     ]
     width = max(len(each.key) for each in (*shown.values, *shown.from_site))
     texts = [(each, clean(flow(each.value), 1000)) for each in shown.values]
@@ -223,7 +224,8 @@ def _text(shown: ConfigShown, *, origin: bool) -> str:
     for each, text in texts:
         cells = [f"{each.key:<{width}}", f"{text:<{wide}}"]
         if origin:
-            cells.append(each.origin if each.line is None else f"{each.origin}:{each.line}")
+            where = clean(each.origin, 1000)
+            cells.append(where if each.line is None else f"{where}:{each.line}")
         cells += [each.note] if each.note else []
         lines.append(f"  {'   '.join(cells)}".rstrip())
     return "\n".join(lines)

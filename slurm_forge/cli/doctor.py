@@ -224,10 +224,9 @@ def _job_section(
     from slurm_forge.site.rules import Severity, findings
 
     site = loaded.site
+    qos = places[0].qos if places else None  # none where the partition's name is no name
     if survey.config is not None:
-        site = fill_from_slurm(
-            site, survey.config, survey.partitions or (), survey.qos or (), places[0].qos
-        )
+        site = fill_from_slurm(site, survey.config, survey.partitions or (), survey.qos or (), qos)
     options = asked_options(job, site, RunDirectory.at(folder / job.name))
     default = next((each.name for each in survey.partitions or () if each.is_default), None)
     asked = asked_of(job, site, options, default_partition=default, machine=os.uname().machine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ def examine_live(request: LiveRequest) -> int:
     from slurm_forge.launch.live_script import live_job
     from slurm_forge.person import person
     from slurm_forge.recovery.live_findings import Mark, findings
+    from slurm_forge.report.text import clean
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.survey import PATIENCE, take_survey
 
@@ -79,9 +80,15 @@ def examine_live(request: LiveRequest) -> int:
         requeue_too=request.requeue_too,
         keep=request.keep,
     )
-    with _ended_like_by_keyboard():
-        seen = look_live(wish, slurm, say=lambda text: typer.echo(text, err=True))
-    prediction = _prediction(asked, seen, site, survey, request.account)
+    with _recorded_signals() as interrupted:
+        seen = look_live(
+            wish,
+            slurm,
+            say=lambda text: typer.echo(clean(text, 400), err=True),
+            interrupted=interrupted,
+        )
+    account = request.account or (None if asked is None else asked.resources.account)
+    prediction = _prediction(asked, seen, site, survey, account)
     found = findings(seen, prediction, _site_words(site, seen))
     if request.json:
         typer.echo(live_json(seen, found, prediction))
@@ -133,17 +140,23 @@ def _site_words(site: Site, seen: LiveSeen) -> SiteWords:
 
 
 @contextmanager
-def _ended_like_by_keyboard() -> Iterator[None]:
-    """SIGTERM and a closed terminal take the job and the folder away, too."""
+def _recorded_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C, SIGTERM and a closed terminal take the job and the folder away, however often.
 
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    They are only recorded: one that came down in the middle of sbatch, or of tidying up, would
+    leave a job behind.
+    """
+    came: list[int] = []
 
-    before = {
-        number: signal.signal(number, interrupted) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
+    def record(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What nohup, or a shell that has put us into the background, ignores stays ignored.
+    heard = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, record) for number in heard}
     try:
-        yield
+        yield lambda: bool(came)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

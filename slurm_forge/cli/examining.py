@@ -16,6 +16,7 @@ from slurm_forge.cli.places import run_names
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.person import person
+from slurm_forge.recovery.interval import advised_interval
 from slurm_forge.report.doctor import Machine
 from slurm_forge.report.doctor_storage import StorageFacts
 from slurm_forge.run_directory import RunDirectory
@@ -127,9 +128,11 @@ def look_at_runs(folder: Path) -> EarlierRuns:
     states = []
     for _, run in newest:
         try:
-            states.append(fold(read_journal(run, thin=True)[0]))
-        except (ForgeError, OSError):
-            continue
+            state = fold(read_journal(run, thin=True)[0])
+            advised_interval((state,), now=now())
+        except (ForgeError, OSError, OverflowError, ValueError):
+            continue  # what holds times that no clock can show is no measure, either
+        states.append(state)
     return EarlierRuns(states=tuple(states))
 
 

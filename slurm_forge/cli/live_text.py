@@ -24,7 +24,8 @@ _COLUMNS = {
 
 def live_text(seen: LiveSeen, found: tuple[Finding, ...]) -> str:
     """For people."""
-    where = f"job {seen.job} in partition {seen.partition or '?'}, QOS {seen.qos or '?'}"
+    partition, qos = t.clean(seen.partition or "?", 64), t.clean(seen.qos or "?", 64)
+    where = f"job {seen.job} in partition {partition}, QOS {qos}"
     report = seen.report
     lines = []
     if report is not None:

@@ -104,10 +104,7 @@ def node_ledger(site: Site, cluster: str | None) -> NodeLedger:
 
 def state_folder() -> Path:
     """Where we keep what we remember for this user."""
-    state = Knobs.from_environ(process_environ()).state_home
-    # The base directory specification: a relative path there is to be ignored.
-    home = Path(state if state is not None and state.startswith("/") else "~/.local/state")
-    return home.expanduser() / "slurm_forge"
+    return Knobs.from_environ(process_environ()).state_folder
 
 
 def from_here(path: Path) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["detect"]
 
-_LATEST_MODE = 0o644
+_LATEST_MODE, _LATEST_FOLDER_MODE = 0o644, 0o755
 
 
 def detect(
@@ -48,6 +48,7 @@ def detect(
     from slurm_forge.cli.examining import look_at_slurm
     from slurm_forge.cli.places import from_here, site_places
     from slurm_forge.errors import ConfigError
+    from slurm_forge.report.text import clean
     from slurm_forge.site.drafting import draft_site
     from slurm_forge.slurm.survey import Reply
 
@@ -63,9 +64,8 @@ def detect(
         )
     for each in survey.questions:
         if each.reply is not Reply.ANSWERED:
-            typer.echo(
-                f"left out, {each.reply.value}: {each.command} {each.words}".rstrip(), err=True
-            )
+            words = clean(f"left out, {each.reply.value}: {each.command} {each.words}", 300)
+            typer.echo(words, err=True)
     if to is None and not write:
         typer.echo(draft.text, nl=False)
         return
@@ -90,10 +90,11 @@ def detect(
 
 def _write(path: Path, draft: Draft, *, force: bool) -> None:
     from slurm_forge.errors import ConfigError
-    from slurm_forge.files import create_exclusive, write_atomic
+    from slurm_forge.files import create_exclusive, make_missing, write_atomic
 
     data = draft.text.encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whoever can write there could have site files read.
+    make_missing(path.parent, _LATEST_FOLDER_MODE)
     if force:
         write_atomic(path, data, mode=_LATEST_MODE)
     elif not create_exclusive(path, data, mode=_LATEST_MODE):

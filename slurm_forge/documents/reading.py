@@ -16,10 +16,10 @@ from slurm_forge.documents.scalars import is_plain_text, plain_value, shorten
 from slurm_forge.errors import ConfigError, UnsafeFileError
 from slurm_forge.files import read_bounded, read_trusted
 
-__all__ = ["DEFAULT", "MAX_BYTES", "Document", "Place", "load", "load_value", "read"]
+__all__ = ["DEFAULT", "MAX_BYTES", "MAX_DEPTH", "Document", "Place", "load", "load_value", "read"]
 
 MAX_BYTES = 1 << 20
-_MAX_DEPTH = 32
+MAX_DEPTH = 32
 _PREFIX = "tag:yaml.org,2002:"
 _CORE_TAGS: dict[str, tuple[type, ...]] = {
     "!": (str,),
@@ -263,8 +263,8 @@ class _Reader:
         self._check_anchor(path, event)
         if event.tag not in (None, "!", _PREFIX + kind):
             self._fail(path, event, f"the tag {shorten(event.tag)} is not read; remove it")
-        if len(path) >= _MAX_DEPTH:
-            self._fail(path[:3], event, f"nested deeper than {_MAX_DEPTH} levels")
+        if len(path) >= MAX_DEPTH:
+            self._fail(path[:3], event, f"nested deeper than {MAX_DEPTH} levels")
 
     def _check_anchor(self, path: KeyPath, event: Any) -> None:
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:

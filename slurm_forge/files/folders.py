@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
@@ -11,7 +12,7 @@ from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files.atomic import fsync_directory
 from slurm_forge.files.trusted import refuse_foreign
 
-__all__ = ["make_private_directory", "private_directory"]
+__all__ = ["make_missing", "make_private_directory", "private_directory"]
 
 
 def private_directory(path: str | os.PathLike[str]) -> Path:
@@ -51,6 +52,35 @@ def make_private_directory(path: str | os.PathLike[str]) -> Path:
         with contextlib.suppress(PermissionError):
             fsync_directory(target.parent)
     return target
+
+
+def make_missing(path: str | os.PathLike[str], mode: int) -> tuple[Path, ...]:
+    """Make a folder and what is missing above it; those that were made, the deepest first.
+
+    ``mode`` is narrowed by the umask, for all of them: a umask of nothing opens none to others.
+    After an ``OSError`` (``NotADirectoryError`` where something else has the name) all are gone
+    again.
+    """
+    target = Path(path)
+    missing: list[Path] = []
+    for each in (target, *target.parents):
+        if os.path.lexists(each):
+            break
+        missing.append(each)
+    made: list[Path] = []
+    try:
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # somebody else was as fast
+                each.mkdir(mode)
+                made.insert(0, each)
+        if not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
+    except OSError:
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
+    return tuple(made)
 
 
 def _refuse_shared_folder(path: Path) -> None:

@@ -1,6 +1,7 @@
 """``doctor --live`` on the login node: a small job, waited for, heard through one folder, removed.
 
 Whatever happens to the command, the job is cancelled and the folder goes, unless it is to stay.
+Signals of the user are only recorded (``interrupted``), and looked for between two things.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from slurm_forge.errors import ForgeError, SlurmCommandError
-from slurm_forge.files import read_json, read_trusted, write_atomic
+from slurm_forge.errors import ForgeError, SlurmCommandError, SlurmUnreachableError
+from slurm_forge.files import make_missing, read_json, read_trusted, write_atomic
 from slurm_forge.launch.live_job import AGAIN, HERE, NODE_LOCK, NODE_ONCE, REPORT
+from slurm_forge.launch.live_leaving import Leaving, remove_folders
 from slurm_forge.launch.live_meeting import meet
 from slurm_forge.launch.live_node import CARD, LOGIN_LOCK, ONCE
 from slurm_forge.launch.live_script import LIMIT, live_script
@@ -41,8 +42,9 @@ _EVERY_S = 0.5
 _ASK_EVERY_S = 1.0
 #: How long what an ended job has written may take to be seen here.
 _SETTLES_S = 30.0
-_GONE_S = 20.0
 _LATE_S = 60.0
+#: What shells say of a command that does not exist.
+_NO_COMMAND = 127
 _TAIL = 600
 
 
@@ -69,23 +71,25 @@ def look_live(
     say: Callable[[str], None] = lambda _: None,
     wall: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> LiveSeen:
     """Submit, wait, hear, tidy up; ``problem`` of what is returned says why there is no report.
 
-    ``ForgeError`` where nothing was submitted.
+    ``ForgeError`` where nothing was submitted, ``KeyboardInterrupt`` once ``interrupted`` says so.
     """
     runs = wish.runs.expanduser().absolute()
-    made = not runs.exists()
-    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runs))
+    made = make_missing(runs, 0o700)
     try:
-        return _Look(wish, slurm, folder, say, wall, sleep).run()
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runs))
+    except BaseException:
+        remove_folders(made)
+        raise
+    try:
+        return _Look(wish, slurm, folder, say, wall, sleep, interrupted).run()
     finally:
-        if not wish.keep:
-            shutil.rmtree(folder, ignore_errors=True)
-            if made:
-                with contextlib.suppress(OSError):  # somebody has put something there meanwhile
-                    runs.rmdir()
+        if not wish.keep and not remove_folders(made, whole=folder, wall=wall, sleep=sleep):
+            with contextlib.suppress(OSError, ValueError):
+                say(f"{folder} could not be removed: remove it by hand")
 
 
 class _Look:
@@ -97,15 +101,19 @@ class _Look:
         say: Callable[[str], None],
         wall: Callable[[], float],
         sleep: Callable[[float], None],
+        interrupted: Callable[[], bool],
     ) -> None:
         self._wish = wish
         self._slurm = slurm
         self._folder = folder
         self._say = say
         self._wall = wall
-        self._sleep = sleep
+        self._unhurried = sleep
+        self._interrupted = interrupted
         self._nonce = secrets.token_hex(16)
         self._record: JobRecord | None = None
+        #: Slurm forgets a job MinJobAge after its end.
+        self._forgotten = False
         self._asked = 0.0
         self._job = ""
 
@@ -127,11 +135,34 @@ class _Look:
         write_atomic(script, text.encode())
         with exclusive(self._folder / LOGIN_LOCK, timedelta(0)):
             submitted = self._wall()
-            self._job = self._slurm.submit(script)
+            leaving = Leaving(self._slurm, self._folder, self._say, self._wall, self._unhurried)
+            self._sleep(0.0)
+            try:
+                self._job = self._slurm.submit(script)
+            except SlurmUnreachableError as error:
+                if error.returncode != _NO_COMMAND:
+                    leaving.cancel_unheard(script)
+                raise
+            except SlurmCommandError as error:
+                # What sbatch has said may be no number although it has submitted a job.
+                if error.returncode == 0:
+                    leaving.cancel_unheard(script)
+                raise
+            except BaseException:
+                leaving.cancel_unheard(script)
+                raise
             try:
                 return self._followed(submitted)
             finally:
-                self._cancel()
+                if self._interrupted():
+                    self._say(f"interrupted: job {self._job} is cancelled, which may take a minute")
+                leaving.cancel(self._job)
+
+    def _sleep(self, seconds: float) -> None:
+        if not self._interrupted():
+            self._unhurried(seconds)
+        if self._interrupted():
+            raise KeyboardInterrupt
 
     def _followed(self, submitted: float) -> LiveSeen:
         wish, resources = self._wish, self._wish.job.resources
@@ -173,7 +204,7 @@ class _Look:
                 told = record.reason or ""
                 if told not in ("", "None"):
                     self._say(f"job {self._job} waits: {told}")
-            if record is not None and _over(record):
+            if record is not None and (_over(record) or self._forgotten):
                 over_since = over_since or self._wall()
                 if self._wall() > over_since + _SETTLES_S:
                     return self._went_unseen(record)
@@ -191,7 +222,12 @@ class _Look:
             self._sleep(_EVERY_S)
 
     def _went_unseen(self, record: JobRecord) -> str:
-        state = record.state.value
+        state = "forgotten by Slurm" if self._forgotten else record.state.value
+        if (self._folder / AGAIN).exists():
+            return (
+                f"the job lost its nodes before it had begun, and was started once more ({state}): "
+                "it was preempted, or its node failed; try again"
+            )
         said = self._output()
         if said:
             return f"the job ended ({state}) before it had begun: {said}"
@@ -208,7 +244,8 @@ class _Look:
             if report is not None and report.complete:
                 return report, ""
             record = self._ask()
-            if record is not None and (_over(record) or record.state in PENDING_LIKE):
+            gone = self._forgotten or (record is not None and _over(record))
+            if gone or (record is not None and record.state in PENDING_LIKE):
                 over_since = over_since or self._wall()
                 if self._wall() > over_since + _SETTLES_S:
                     break
@@ -290,22 +327,10 @@ class _Look:
             return self._record
         self._asked = self._wall()
         with contextlib.suppress(SlurmCommandError):
-            self._record = self._slurm.show_job(self._job) or self._record
+            found = self._slurm.show_job(self._job)
+            self._forgotten = found is None and self._record is not None
+            self._record = found or self._record
         return self._record
-
-    def _cancel(self) -> None:
-        """End it and see it gone: its processes write into a folder that is removed next."""
-        until = self._wall() + _GONE_S
-        with contextlib.suppress(SlurmCommandError):
-            if self._gone():
-                return
-            self._slurm.cancel(self._job)
-            while self._wall() < until and not self._gone():
-                self._sleep(_EVERY_S)
-
-    def _gone(self) -> bool:
-        record = self._slurm.show_job(self._job)
-        return record is None or _over(record)
 
 
 def _over(record: JobRecord) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -36,10 +37,12 @@ from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment, node_name, process_environ
 
-__all__ = ["AGAIN", "HERE", "NODE_LOCK", "NODE_ONCE", "REPORT", "main"]
+__all__ = ["AGAIN", "HERE", "NODE_LOCK", "NODE_ONCE", "OVER", "REPORT", "main"]
 
 #: Files that the job leaves for the login node.
 HERE, REPORT, AGAIN, NODE_ONCE, NODE_LOCK = "here", "report", "again", "node-once", "node.lock"
+#: What the login node leaves for the job: it is cancelled next, and must not come back.
+OVER = "over"
 
 _NODE = TypeAdapter(NodeSeen)
 #: How long listeners may take to be there: their interpreter comes from shared storage.
@@ -51,6 +54,8 @@ _WARNING_LATE_S = 5.0
 #: With less than this left before the limit no other round is begun.
 _ROOM_S = 25.0
 _PEERS_S = 100.0
+#: How often it is looked whether the login node has given up.
+_LOOKS_S = 0.5
 
 
 @dataclass
@@ -96,6 +101,7 @@ class _Job:
     def run(self) -> int:
         # First of all: the batch step listens, too.
         SignalWatcher(lambda number: self._batch_saw(number.name))
+        threading.Thread(target=self._leave_when_over, name="forge-live-over", daemon=True).start()
         with Answering(self._folder), exclusive(self._folder / NODE_LOCK, timedelta(0)):
             (self._folder / NODE_ONCE).touch()
             self._write(HERE, {"host": self._host, "at": self._started})
@@ -115,6 +121,12 @@ class _Job:
                 step.close()
             self._report(complete=True)
         return 0
+
+    def _leave_when_over(self) -> None:
+        # SIGTERM is only looked at here: without this a cancelled job would stay until SIGKILL.
+        while not _is_over(self._folder):
+            time.sleep(_LOOKS_S)
+        os._exit(0)
 
     # --- listeners --------------------------------------------------------------------------------
 
@@ -336,6 +348,11 @@ class _Job:
         write_atomic(self._folder / name, json.dumps(content).encode())
 
 
+def _is_over(folder: Path) -> bool:
+    """Whether the login node wants no more of this: it says so, and removes the folder."""
+    return (folder / OVER).exists() or not folder.is_dir()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The batch step; 0 where the report was written."""
     parser = argparse.ArgumentParser()
@@ -356,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_atomic(given.folder / AGAIN, json.dumps({"at": time.time()}).encode())
             return 0
         status = _Job(given.folder, given, here).run()
-        if given.requeue:
+        if given.requeue and not _is_over(given.folder):
             reply = SubprocessSlurm.of_this_process().requeue(here.job_ref)
             sys.stderr.write(f"slurm_forge: requeue: {reply.outcome.value} {reply.stderr}\n")
         return status

@@ -226,7 +226,10 @@ def _impossible(
         )
     if not _requeueable(here):
         why = "--no-requeue" if here.requeue is False else "JobRequeue=0 and no --requeue"
-        told.append(f"this job can't be requeued ({why}): a preemption ends it for good.")
+        told.append(
+            f"this job can't be requeued ({why}): once a preemption has ended it, it does not come "
+            "back, and the run goes on in another job only if it could submit one in time."
+        )
     if mode in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL):
         if notice == timedelta(0):
             told.append("no save at a preemption can be counted on: Slurm gives no notice.")

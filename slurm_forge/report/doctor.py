@@ -144,11 +144,14 @@ def _questions(survey: Survey) -> Iterator[Told]:
     for each in survey.questions:
         if each.reply in (Reply.ANSWERED, Reply.NOT_ASKED) or each.command.split(" ")[0] in missing:
             continue  # a command that is not there is told of once, as a fact of this machine
-        words = f": {clean(each.words, 160)}" if each.words else ""
+        words = clean(each.words, 160).rstrip(".")
+        # "no answer within 10 s" and the like say it all.
+        said = words if words.startswith(each.reply.value) else each.reply.value
+        words = f": {words}" if words and said != words else ""
         vital = each.command == "scontrol show config"
         yield Told(
             Mark.PROBLEM if vital else Mark.WARNING,
-            f"`{clean(each.command, 80)}`: {each.reply.value}{words}.",
+            f"`{clean(each.command, 80)}`: {said}{words}.",
             _ask_again(each),
         )
 
@@ -227,11 +230,17 @@ def _settings(survey: Survey) -> Iterator[Told]:
             f"JobSubmitPlugins={names}: rules that nobody can read from here may change or refuse "
             "a job.",
         )
-    if config.requeue_exit or config.requeue_exit_hold:
-        codes = clean(config.requeue_exit or config.requeue_exit_hold or "", 60)
+    if config.requeue_exit:
         yield Told(
             Mark.NOTE,
-            f"RequeueExit={codes}: Slurm itself requeues jobs that end with these codes.",
+            f"RequeueExit={clean(config.requeue_exit, 60)}: Slurm itself requeues jobs that end "
+            "with these codes.",
+        )
+    if config.requeue_exit_hold:
+        yield Told(
+            Mark.NOTE,
+            f"RequeueExitHold={clean(config.requeue_exit_hold, 60)}: Slurm requeues jobs that end "
+            "with these codes and holds them; scontrol release lets them go on.",
         )
     if config.slurmd_timeout:
         yield Told(
@@ -285,7 +294,9 @@ def site_section(
                 Told(Mark.OK, f"known to the file alone, Slurm can't tell: {', '.join(unchecked)}.")
             )
     return Section(
-        "site file", f"{clean(name, 64)}   {file}   ({clean(because, 120)})", tuple(told)
+        "site file",
+        f"{clean(name, 64)}   {clean(file, 200)}   ({clean(because, 120)})",
+        tuple(told),
     )
 
 

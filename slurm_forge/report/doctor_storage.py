@@ -101,7 +101,7 @@ def _room(facts: StorageFacts) -> Iterator[Told]:
         if room.size < max(needed, 64 << 20):
             yield Told(
                 Mark.PROBLEM,
-                f"{text}, and a checkpoint here takes {_size(facts.checkpoint or 0)}: saves fail.",
+                f"{text}{_too_little(facts.checkpoint)}.",
                 "Make room, or keep fewer checkpoints (checkpoint.keep_last).",
             )
         else:
@@ -111,6 +111,12 @@ def _room(facts: StorageFacts) -> Iterator[Told]:
         few = room.files < _FEW_FILES
         step = "Delete files on this file system, or ask for more inodes." if few else ""
         yield Told(Mark.WARNING if few else Mark.OK, f"{_count(room.files)} inodes free.", step)
+
+
+def _too_little(checkpoint: int | None) -> str:
+    if checkpoint is None:
+        return ": hardly any checkpoint fits"
+    return f", and a checkpoint here takes {_size(checkpoint)}: saves fail"
 
 
 def _quota(facts: StorageFacts) -> Iterator[Told]:

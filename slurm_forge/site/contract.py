@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.site.model import Preemption, PreemptionMode
@@ -88,9 +89,11 @@ def contract_of(
     found = preemption_of(partition, config)
     if found.mode is not PreemptionMode.OFF and qos is not None and qos.exempt_time is not None:
         found = _with_times(found.mode, partition.grace_time, qos.exempt_time)
+    if found.mode is PreemptionMode.OFF:
+        return Contract(preemption=found, above=False)
     by = _higher(partition, partitions)
-    off = found.mode is PreemptionMode.OFF
-    return Contract(preemption=found, above=bool(by) and not off, by=() if off else by)
+    above = True if by else None if _may_be_higher(partition, partitions) else False
+    return Contract(preemption=found, above=above, by=by)
 
 
 def _above(qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord) -> tuple[str, ...]:
@@ -105,19 +108,35 @@ def _higher(partition: PartitionRecord, partitions: Sequence[PartitionRecord]) -
     tier = partition.priority_tier
     if tier is None:
         return ()
-    mine = _nodes(partition)
+    mine = _nodes(partition.nodes)
     return tuple(
         each.name
         for each in partitions
         if each.priority_tier is not None
         and each.priority_tier > tier
-        and (mine is None or (theirs := _nodes(each)) is None or mine & theirs)
+        and (mine is None or (theirs := _nodes(each.nodes)) is None or not mine.isdisjoint(theirs))
     )
 
 
-def _nodes(partition: PartitionRecord) -> frozenset[str] | None:
+def _may_be_higher(partition: PartitionRecord, partitions: Sequence[PartitionRecord]) -> bool:
+    """Whether too little was said of this one or another to know that nobody is above it."""
+    if partition.total_nodes == 0:
+        return False
+    tier = partition.priority_tier
+    if tier is None or partition.nodes is None:
+        return True
+    return any(
+        each.priority_tier is None or (each.priority_tier > tier and each.nodes is None)
+        for each in partitions
+        if each.total_nodes != 0 and each.name != partition.name
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _nodes(text: str | None) -> frozenset[str] | None:
+    # Each partition is held against every other one: once for each is often enough.
     try:
-        return frozenset(expand_nodes(partition.nodes or ""))
+        return frozenset(expand_nodes(text or ""))
     except ConfigError:
         return None
 

@@ -14,6 +14,7 @@ from datetime import date, timedelta
 from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.site.comparing import gpus_per_node
 from slurm_forge.site.contract import contract_of, goes_by_qos
+from slurm_forge.site.detection import GENERIC
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.site.parts import Architecture
 from slurm_forge.slurm.accounts import QosRecord
@@ -51,7 +52,8 @@ def draft_site(survey: Survey, today: date, *, name: str | None = None) -> Draft
 
 def _file_name(cluster: str) -> str:
     name = re.sub(r"[^A-Za-z0-9_-]", "_", cluster).lstrip("-")[:64] or "cluster"
-    return name if _FILE_NAME.fullmatch(name) else "cluster"
+    # A file of the user's comes first, and ``generic`` is what other clusters fall back on.
+    return name if _FILE_NAME.fullmatch(name) and name != GENERIC else "cluster"
 
 
 def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iterator[str]:

@@ -74,23 +74,23 @@ def _partition(given: Mapping[str, Any]) -> PartitionRecord:
     oversubscribe = given["partition"].get("oversubscribe")
     return PartitionRecord(
         name=_text(given["name"]),
-        state="+".join(given["partition"]["state"]),
+        state="+".join(_words(given["partition"]["state"])),
         preempt_mode=_partition_mode(given["preempt_mode"]),
-        grace_time=timedelta(seconds=given["grace_time"]),
+        grace_time=timedelta(seconds=_count(given["grace_time"])),
         max_time=_minutes(maximum["time"]),
         default_time=_minutes(given["defaults"]["time"]),
         max_nodes=_number(maximum["nodes"]),
-        nodes=nodes["configured"] or None,
-        total_nodes=nodes["total"],
-        priority_tier=given["priority"]["tier"],
-        qos=given["qos"]["assigned"] or None,
-        is_default="DEFAULT" in given["flags"],
+        nodes=_optional(nodes["configured"]),
+        total_nodes=_count(nodes["total"]),
+        priority_tier=_count(given["priority"]["tier"]),
+        qos=_optional(given["qos"]["assigned"]),
+        is_default="DEFAULT" in _words(given["flags"]),
         allow_groups=_allowed(given["groups"]["allowed"]),
         allow_accounts=_allowed(given["accounts"]["allowed"]),
         deny_accounts=_names(given["accounts"]["deny"]),
         allow_qos=_allowed(given["qos"]["allowed"]),
         deny_qos=_names(given["qos"]["deny"]),
-        root_only="ROOT_ONLY" in given["flags"],
+        root_only="ROOT_ONLY" in _words(given["flags"]),
         exclusive=oversubscribe == "EXCLUSIVE" if oversubscribe is not None else _exclusive(given),
     )
 
@@ -100,22 +100,24 @@ def _exclusive(given: Mapping[str, Any]) -> bool:
 
 
 def _partition_mode(given: Sequence[str]) -> str:
-    words = ["OFF" if word == "DISABLED" else word for word in given]
+    words = ["OFF" if word == "DISABLED" else word for word in _words(given)]
     return ",".join(sorted(words, key=lambda word: word != "GANG")) or "OFF"
 
 
 def _qos(given: Mapping[str, Any]) -> QosRecord:
     limits, preempt = given["limits"], given["preempt"]
     of_jobs = limits["max"]["jobs"]
-    modes = [word.lower() for word in preempt["mode"] if word != "DISABLED"]
+    modes = [word.lower() for word in _words(preempt["mode"]) if word != "DISABLED"]
     return QosRecord(
         name=_text(given["name"]),
         priority=_number(given["priority"]),
-        grace_time=timedelta(seconds=limits["grace_time"]),
+        grace_time=timedelta(seconds=_count(limits["grace_time"])),
         preempts=tuple(sorted(map(_text, preempt["list"]))),
         exempt_time=_seconds(preempt["exempt_time"]),
         preempt_mode=",".join(sorted(modes, key=lambda word: word != "within")) or None,
-        flags=tuple(_QOS_FLAGS.get(flag, flag) for flag in given["flags"] if flag != "NOT_SET"),
+        flags=tuple(
+            _QOS_FLAGS.get(flag, flag) for flag in _words(given["flags"]) if flag != "NOT_SET"
+        ),
         max_wall=_minutes(limits["max"]["wall_clock"]["per"]["job"]),
         max_tres=_tres(limits["max"]["tres"]["per"]["job"]),
         max_tres_per_user=_tres(limits["max"]["tres"]["per"]["user"]),
@@ -129,10 +131,10 @@ def _association(given: Mapping[str, Any]) -> AssociationRecord:
     return AssociationRecord(
         cluster=_text(given["cluster"]),
         account=_text(given["account"]),
-        user=given["user"],
-        partition=given["partition"] or None,
+        user=_optional(given["user"]) or "",
+        partition=_optional(given["partition"]),
         qos=tuple(sorted(map(_text, given["qos"]))),
-        default_qos=given["default"]["qos"] or None,
+        default_qos=_optional(given["default"]["qos"]),
         max_wall=_minutes(of_jobs["per"]["wall_clock"]),
         max_tres=_tres(most["tres"]["per"]["job"]),
         max_jobs=_number(of_jobs["active"]),
@@ -146,10 +148,29 @@ def _text(value: object) -> str:
     return value
 
 
+def _optional(value: object) -> str | None:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:40]!r} is no text")
+    return value or None
+
+
+def _words(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError(f"{str(value)[:40]!r} is no list of words")
+    return [_text(each) for each in value]
+
+
+def _count(value: object) -> int:
+    # true is an int to Python, and nothing that Slurm counts is negative or beyond 64 bits.
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
+        raise ValueError(f"{str(value)[:40]!r} is no number of anything")
+    return value
+
+
 def _number(given: Mapping[str, Any]) -> int | None:
     if not given["set"] or given["infinite"]:
         return None
-    return int(given["number"])
+    return _count(given["number"])
 
 
 def _minutes(given: Mapping[str, Any]) -> timedelta | None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
+from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.slurm.accounts import (
     ASSOCIATION_FIELDS,
     QOS_FIELDS,
@@ -223,7 +223,7 @@ def _architecture(asked: _Asked, partitions: tuple[PartitionRecord, ...]) -> str
     names = next((each.nodes for each in ordered if each.nodes), None)
     try:
         first = expand_nodes(names)[0] if names else None
-    except (ValueError, IndexError, SlurmCommandError):
+    except (ConfigError, IndexError):
         first = None
     if first is None or not _NAME.fullmatch(first):
         return None

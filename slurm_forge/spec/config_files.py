@@ -32,7 +32,8 @@ def project_file(folder: Path) -> Path | None:
 
     Looked for up to the top of the git working tree; outside of one, in the folder alone.
     """
-    here = folder.resolve()
+    # Not resolve(), which trips over links that lead in a circle: reading the job says so.
+    here = Path(os.path.realpath(folder))
     above = (here, *here.parents)
     top = next((each for each in above if os.path.lexists(each / ".git")), here)
     for each in above:
@@ -79,8 +80,10 @@ def _shared(job: Path | None, knobs: Knobs) -> Iterator[Layer]:
     own = knobs.settings_file
     if os.path.lexists(own):
         yield _layer(own, own=True)
-    project = project_file(Path() if job is None else job.parent)
-    if project is not None and (job is None or project != job.parent.resolve() / job.name):
+    beside = Path() if job is None else job.parent
+    itself = None if job is None else Path(os.path.realpath(beside)) / job.name
+    project = project_file(beside)
+    if project is not None and project != itself:
         yield _layer(project, own=False)
 
 

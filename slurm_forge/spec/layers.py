@@ -33,6 +33,7 @@ from slurm_forge.documents import (
     with_value,
     without,
 )
+from slurm_forge.documents.reading import MAX_DEPTH
 from slurm_forge.documents.scalars import shorten
 from slurm_forge.errors import ConfigError
 from slurm_forge.spec.job import JobSpec
@@ -52,6 +53,8 @@ __all__ = [
 #: What only a job file (or the command line) says.
 OF_THE_JOB = ("name", "entry", "command", "args", "inject")
 _PLACES = ("site", "runs")
+#: Of a value that is longer nobody wants to read how it is quoted.
+_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class Setting:
                 next_step="Write it like --set recovery.cuda_oom.times=2; what is no plain word in "
                 "a key stands in brackets and quotes: 'args[\"a.b\"]=1'.",
             )
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"a key of more than {MAX_DEPTH} parts", path=source)
         try:
             return cls(path, load_value(rest[1:], path), source)
         except ConfigError as error:
@@ -215,7 +220,10 @@ def _no_place(key: str, value: str, layer: Layer) -> str:
         return f"variables are not read here; write the path, or set {variable} in your shell"
     try:
         path = Path(value).expanduser()
+        homeless = value.startswith("~") and not path.is_absolute()
     except RuntimeError:
+        homeless = True
+    if homeless:
         return f'there is no home folder for "{shorten(value)}"; write the path from / on'
     if key == "runs" and layer.own and not path.is_absolute():
         return "a folder that holds for all jobs is written from / or ~ on"
@@ -279,6 +287,8 @@ def _defaults() -> Mapping[str, Any]:
 def _how_to_quote(path: KeyPath, value: str) -> str:
     if value[:1] in ("[", "{", '"', "'"):
         return "In a shell, single quotes around all of it keep those of the value."
+    if len(value) > _SHOWN:
+        return "In a shell the quotes need some of their own: single ones around all of it."
     quoted = shlex.quote(f'{dotted(path)}="{value}"')
     return f"In a shell the quotes need some of their own: --set {quoted}"
 

@@ -148,8 +148,22 @@ def ask_quota(
     # Their exit status also says that somebody is over quota: what they print counts.
     quotas = parse(done.stdout)
     complaint = " ".join(done.stderr.split())[:200]
-    failed = done.returncode != 0 and not quotas
-    return QuotaAnswer(command, quotas, (complaint or "it failed") if failed else "")
+    if quotas:
+        return QuotaAnswer(command, quotas)
+    if done.returncode != 0:
+        return QuotaAnswer(command, problem=complaint or "it failed")
+    # What has rows that can't be read is no promise that there is no quota.
+    odd = next((line for line in done.stdout.splitlines() if _says_something(line)), None)
+    problem = "" if odd is None else f"its answer was not understood: {' '.join(odd.split())[:80]}"
+    return QuotaAnswer(command, problem=problem)
+
+
+def _says_something(line: str) -> bool:
+    """Whether a line is more than a heading: those of quota and lfs, and of mmlsquota -Y."""
+    words = line.strip()
+    # Those of groups and filesets are not the user's.
+    others = words.startswith("mmlsquota:") and re.search(":(HEADER|GRP|FILESET):", words)
+    return bool(words) and not others and not words.startswith(("Disk quotas", "Filesystem"))
 
 
 def _command(

@@ -6,12 +6,16 @@ One configuration here, the others are slow; all of them by one command: scripts
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.slurm.states import JobState
 from slurm_forge.testing.cluster import SlurmCluster
 from tests.slurm.harness import REPOSITORY
 from tests.slurm.truth.promises import PROMISES, VERB, Promise, keep
@@ -34,29 +38,70 @@ def test_what_was_promised_happens(promise: Promise, slurm: SlurmCluster, tmp_pa
     assert len(kept.fields) >= 7 and not broken, broken
 
 
-def test_a_look_that_is_interrupted_leaves_neither_job_nor_folder(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o755)
-    runs = tmp_path / "runs"
-    looking = subprocess.Popen(
-        [*VERB, "--quick", "--runs", str(runs), "--partition", "normal"],
-        env=dict(slurm.env),
+def looking(slurm: SlurmCluster, runs: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*VERB, "--quick", "--runs", str(runs), "--partition", "normal", *more],
+        env={**slurm.env, **env},
         cwd=REPOSITORY,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_a_look_that_is_interrupted_leaves_neither_job_nor_folder(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    runs = tmp_path / "some" / "runs"
+    process = looking(slurm, runs, "--requeue-too")
     try:
-        assert looking.stderr is not None
-        told = looking.stderr.readline()
-        job = told.split()[1]
-        looking.send_signal(signal.SIGINT)
-        looking.stderr.read()
-        assert looking.wait(60) == 130, told
+        assert process.stderr is not None
+        job = process.stderr.readline().split()[1]
+        told = process.stderr.readline()
+        assert " runs on " in told
+        # A second one must not keep the first from what it has begun.
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        told += process.stderr.read()
+        assert process.wait(90) == 130, told
     finally:
-        looking.kill()
-    slurm.wait_state(job, ["CANCELLED"], 30)
+        process.kill()
+    # It is over when the command is, and does not wait for its requeue.
+    record = SubprocessSlurm(environment=slurm.env).show_job(job)
+    assert record is None or record.state is JobState.CANCELLED, record
+    assert not (tmp_path / "some").exists(), told
+
+
+def test_a_look_that_is_interrupted_in_the_middle_of_sbatch_leaves_no_job(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    runs, slow = tmp_path / "runs", tmp_path / "bin" / "sbatch"
+    slow.parent.mkdir()
+    sbatch = shutil.which("sbatch", path=slurm.env["PATH"])
+    go, number = tmp_path / "go", tmp_path / "number"
+    os.mkfifo(go)
+    # The job is there, and sbatch has not said so.
+    # The job itself finds this one, too.
+    slow.write_text(
+        f'#!/bin/bash\n[ -e {number} ] && exec {sbatch} "$@"\n'
+        f'said=$({sbatch} "$@")\necho "$said" >{number}\n'
+        f'echo submitted >{go}\nread -t 2 -r _ <>{tmp_path}/never\necho "$said"\n'
+    )
+    slow.chmod(0o755)
+    os.mkfifo(tmp_path / "never")
+    process = looking(slurm, runs, PATH=f"{slow.parent}:{slurm.env['PATH']}")
+    try:
+        assert go.read_text() == "submitted\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        told = process.stderr.read()
+        assert process.wait(90) == 130, told
+    finally:
+        process.kill()
+    record = SubprocessSlurm(environment=slurm.env).show_job(number.read_text().strip())
+    assert record is None or record.state is JobState.CANCELLED, (record, told)
     assert not runs.exists()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,21 @@ def test_the_interval_rests_on_earlier_runs(shell: Shell, slurm: Recorded, scrib
     assert "a save takes 12 s and the notice is 10 s" in text, "known before it happens"
 
 
+def test_a_journal_with_impossible_times_is_left_out(
+    shell: Shell, slurm: Recorded, scribe: Scribe
+) -> None:
+    scribe.begin("n1")
+    scribe.write(
+        "rank0",
+        CheckpointCommitted(
+            name="step-00000100.a1.l1-00000100", step=100, reason="periodic", seconds=1e300,
+            size=1 << 30, blocked_s=1e300,
+        ),
+    )  # fmt: skip
+    told = shell("doctor", "--site", "test_cluster")
+    assert told.exit_code == 0 and "nothing was measured" in plain(told.stdout)
+
+
 def test_a_site_file_is_written_once(shell: Shell, slurm: Recorded) -> None:
     printed = shell("sites", "detect")
     assert printed.exit_code == 0 and "preempt-nograce" in printed.stdout
@@ -186,3 +203,59 @@ def test_no_site_file_without_slurm(shell: Shell, monkeypatch: pytest.MonkeyPatc
     told = shell("sites", "detect", "--write")
     assert told.exit_code == 2 and "login node" in told.stderr
     assert not (shell.folder / ".config").exists()
+
+
+def test_a_partition_that_is_no_name_is_no_crash(shell: Shell, slurm: Recorded) -> None:
+    told = shell("doctor", "train.yaml", "--partition", ",", "--site", "test_cluster")
+    assert told.exception is None or isinstance(told.exception, SystemExit)
+    assert "no partition is known" in plain(told.stdout)
+
+
+def test_what_slurm_says_never_reaches_the_terminal_as_it_is(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = recorded("v26")
+    answers["scontrol -a show partition"] = answers["scontrol -a show partition"].replace(
+        "PartitionName=preempt", "PartitionName=pre\x1b]0;owned\x07empt"
+    )
+    loud = SlurmCommandError(("sacctmgr",), 1, "\x1b[31mdenied\x1b[0m\u202e")
+    pretend(Recorded(answers, {"sacctmgr": loud}), monkeypatch)
+    for words in (("doctor", "--site", "generic"), ("sites", "detect")):
+        told = shell(*words)
+        assert "empt" in told.stdout and "denied" in told.stdout + told.stderr
+        written = (told.stdout + told.stderr).replace("\n", "")
+        assert written.isprintable(), [each for each in written if not each.isprintable()]
+
+
+def test_a_folder_of_site_files_is_nobody_elses_to_write(shell: Shell, slurm: Recorded) -> None:
+    before = os.umask(0)
+    try:
+        assert shell("sites", "detect", "--write").exit_code == 0
+    finally:
+        os.umask(before)
+    made = shell.folder / ".config"
+    for each in (made, made / "slurm_forge", made / "slurm_forge" / "sites"):
+        assert each.stat().st_mode & 0o022 == 0, each
+
+
+def test_codes_that_hold_a_job_are_not_told_as_codes_that_requeue_it(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = recorded("v26")
+    config = re.sub(
+        r"(?m)^RequeueExit .*$", "RequeueExit = (null)", answers["scontrol show config"]
+    )
+    config = re.sub(r"(?m)^RequeueExitHold .*$", "RequeueExitHold = 9", config)
+    pretend(Recorded(answers | {"scontrol show config": config}), monkeypatch)
+    text = plain(shell("doctor", "--site", "test_cluster").stdout)
+    assert "RequeueExitHold=9: Slurm requeues jobs that end with these codes and holds them" in text
+    assert "RequeueExit=" not in text
+
+
+def test_a_controller_that_does_not_answer_is_told_once(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = SlurmUnreachableError(("scontrol",), 124, "no answer within 10 s.")
+    pretend(Recorded({}, {"s": late}), monkeypatch)
+    text = plain(shell("doctor").stdout)
+    assert "`scontrol show config`: no answer within 10 s. ->" in text

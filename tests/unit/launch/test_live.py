@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm_forge.errors import ConfigError
+from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.launch.live import LiveWish, look_live
-from slurm_forge.launch.live_job import HERE, REPORT
+from slurm_forge.launch.live_job import AGAIN, HERE, OVER, REPORT
 from slurm_forge.launch.live_meeting import Answering, Door, meet
 from slurm_forge.launch.live_node import CARD, LOGIN_LOCK, ONCE, knock, look, look_at_storage
 from slurm_forge.launch.live_script import live_job, live_script
@@ -24,7 +27,7 @@ from slurm_forge.lock import exclusive
 from slurm_forge.recovery.live_seen import JobSeen
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.process import Completed
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import JobRecord, QueueRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 
@@ -37,6 +40,7 @@ class Slurm:
     def __init__(self, state: JobState = JobState.PENDING, reason: str | None = None) -> None:
         self.state, self.reason = state, reason
         self.cancelled = False
+        self.ended: list[str] = []
         self.folder = Path()
         self.lives: Callable[[], None] = lambda: None
 
@@ -52,6 +56,7 @@ class Slurm:
         )
 
     def cancel(self, job: str, **_: Any) -> None:
+        self.ended.append(job)
         self.cancelled = True
 
 
@@ -73,9 +78,23 @@ def wish(runs: Path, **more: Any) -> LiveWish:
     return LiveWish(job=job, site=SITE, runs=runs, python=sys.executable, **more)
 
 
-def looked(slurm: Slurm, runs: Path, **more: Any) -> Any:
+def looked(
+    slurm: Slurm,
+    runs: Path,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda _: None,
+    **more: Any,
+) -> Any:
     clock = Clock()
-    return look_live(wish(runs, **more), slurm, wall=clock.wall, sleep=clock.sleep)  # type: ignore[arg-type]
+    return look_live(
+        wish(runs, **more),
+        slurm,  # type: ignore[arg-type]
+        say=say,
+        wall=clock.wall,
+        sleep=clock.sleep,
+        interrupted=interrupted,
+    )
 
 
 def test_a_job_that_never_starts_is_cancelled_and_says_why(tmp_path: Path) -> None:
@@ -91,30 +110,182 @@ def test_ctrl_c_cancels_the_job_and_takes_the_folder_away(tmp_path: Path) -> Non
     slurm = Slurm()
     runs = tmp_path / "runs"
     runs.mkdir()
-
-    def interrupted() -> None:
-        if not slurm.cancelled:
-            raise KeyboardInterrupt
-
-    slurm.lives = interrupted
+    came: list[bool] = []
+    slurm.lives = lambda: came.append(True)
     with pytest.raises(KeyboardInterrupt):
-        looked(slurm, runs)
-    # The look for whether it is over was interrupted, too, as by a second Ctrl-C.
+        looked(slurm, runs, interrupted=lambda: bool(came))
+    assert slurm.cancelled
     assert list(runs.iterdir()) == []
 
 
-def test_one_ctrl_c_cancels_the_job(tmp_path: Path) -> None:
-    slurm = Slurm()
-    times = iter([True])
+def test_a_ctrl_c_in_the_middle_of_sbatch_leaves_no_job(tmp_path: Path) -> None:
+    class Slow(Slurm):
+        def submit(self, script: Path, args: Any = ()) -> str:
+            came.append(True)
+            return super().submit(script, args)
 
-    def once() -> None:
-        if next(times, False):
-            raise KeyboardInterrupt
-
-    slurm.lives = once
+    came: list[bool] = []
+    slurm = Slow()
     with pytest.raises(KeyboardInterrupt):
+        looked(slurm, tmp_path / "runs", interrupted=lambda: bool(came))
+    assert slurm.cancelled and list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_submitted_after_a_ctrl_c(tmp_path: Path) -> None:
+    slurm = Slurm()
+    with pytest.raises(KeyboardInterrupt):
+        looked(slurm, tmp_path / "runs", interrupted=lambda: True)
+    assert slurm.folder == Path() and list(tmp_path.iterdir()) == []
+
+
+LATE = SlurmUnreachableError(("sbatch",), 124, "no answer within 120 s.")
+NO_NUMBER = SlurmCommandError(("sbatch",), 0, "its answer was not understood")
+
+
+@pytest.mark.parametrize("error", [LATE, NO_NUMBER, KeyboardInterrupt()])
+def test_a_job_of_which_sbatch_has_not_told_is_found_and_no_other_one_cancelled(
+    tmp_path: Path, error: BaseException
+) -> None:
+    class Silent(Slurm):
+        def submit(self, script: Path, args: Any = ()) -> str:
+            super().submit(script, args)
+            raise error
+
+        def queue(self, user: str) -> tuple[QueueRecord, ...]:
+            return tuple(
+                QueueRecord(
+                    job_ref=ref,
+                    job_id=int(ref),
+                    state=JobState.PENDING,
+                    state_text="PENDING",
+                    reason=None,
+                    partition="debug",
+                )
+                for ref in ("6", "7", "8")
+            )
+
+        def show_job(self, job: str) -> JobRecord | None:
+            record = super().show_job(job)
+            assert record is not None
+            mine = str(self.folder / "job.sbatch") if job == "7" else "/home/somebody/job.sbatch"
+            return replace(record, command=mine)
+
+    slurm = Silent()
+    with pytest.raises(type(error)):
         looked(slurm, tmp_path / "runs")
+    assert slurm.ended == ["7"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_sbatch_refuses_is_not_looked_for(tmp_path: Path) -> None:
+    class Refusing(Slurm):
+        def submit(self, script: Path, args: Any = ()) -> str:
+            raise SlurmCommandError(("sbatch",), 1, "Invalid partition")
+
+    slurm = Refusing()  # it has no queue: asking would fail
+    with pytest.raises(SlurmCommandError, match="Invalid partition"):
+        looked(slurm, tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_controller_that_does_not_answer_is_told_all_the_same_to_cancel(tmp_path: Path) -> None:
+    slurm = Slurm()
+
+    def busy() -> None:
+        if not slurm.cancelled:
+            raise SlurmUnreachableError(("scontrol",), 124, "no answer within 20 s.")
+
+    slurm.lives = busy
+    seen = looked(slurm, tmp_path / "runs", start_within=timedelta(minutes=1))
+    assert seen.report is None and slurm.cancelled
+
+
+def test_a_job_that_can_not_be_cancelled_is_told_by_its_number(tmp_path: Path) -> None:
+    class Deaf(Slurm):
+        def cancel(self, job: str, **_: Any) -> None:
+            raise SlurmUnreachableError(("scancel",), 124, "no answer within 20 s.")
+
+    told: list[str] = []
+    looked(Deaf(), tmp_path / "runs", start_within=timedelta(minutes=1), say=told.append)
+    assert "scancel 7" in told[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_comes_back_while_it_is_cancelled_is_cancelled_again(tmp_path: Path) -> None:
+    class Coming(Slurm):
+        def cancel(self, job: str, **_: Any) -> None:
+            self.ended.append(job)
+            # The first one meets a job that has just asked for its requeue.
+            self.cancelled = len(self.ended) > 1
+
+    slurm = Coming()
+    looked(slurm, tmp_path / "runs", start_within=timedelta(minutes=1))
+    assert slurm.ended == ["7", "7"] and slurm.cancelled
+
+
+def test_the_job_is_told_not_to_come_back_before_it_is_cancelled(tmp_path: Path) -> None:
+    class Watching(Slurm):
+        def cancel(self, job: str, **_: Any) -> None:
+            assert (self.folder / OVER).exists()
+            super().cancel(job)
+
+    slurm = Watching()
+    looked(slurm, tmp_path / "runs", start_within=timedelta(minutes=1))
     assert slurm.cancelled
+
+
+def test_a_folder_that_is_still_written_into_goes_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, failed = shutil.rmtree, iter([True, True])
+
+    def late(path: Path, ignore_errors: bool = False) -> None:
+        if not next(failed, False):
+            remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+    looked(Slurm(JobState.FAILED), tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_folders_that_were_made_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    looked(Slurm(JobState.FAILED), tmp_path / "there" / "a" / "b")
+    assert list(tmp_path.iterdir()) == [tmp_path / "there"]
+    assert list((tmp_path / "there").iterdir()) == []
+
+    def full(**_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(OSError, match="No space left"):
+        looked(Slurm(), tmp_path / "there" / "a" / "b")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_job_that_is_preempted_before_it_begins_is_no_fault_of_the_folder(tmp_path: Path) -> None:
+    slurm = Slurm(JobState.COMPLETED)
+
+    def begins_again() -> None:
+        if slurm.folder.exists():
+            (slurm.folder / AGAIN).touch()
+
+    slurm.lives = begins_again
+    seen = looked(slurm, tmp_path / "runs")
+    assert "preempted" in seen.problem and "share" not in seen.problem
+
+
+def test_a_job_that_slurm_has_forgotten_is_over(tmp_path: Path) -> None:
+    class Forgetting(Slurm):
+        def show_job(self, job: str) -> JobRecord | None:
+            known, self.known = self.known, False
+            return super().show_job(job) if known else None
+
+        known = True
+
+    slurm = Forgetting(JobState.RUNNING)
+    seen = looked(slurm, tmp_path / "runs")
+    assert "forgotten by Slurm" in seen.problem
 
 
 def test_a_job_that_ends_without_a_trace_points_at_the_folder(tmp_path: Path) -> None:

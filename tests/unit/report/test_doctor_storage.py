@@ -115,3 +115,9 @@ def test_advice_says_what_it_rests_on() -> None:
     (told,) = checkpoint_section(seen, ()).told
     assert "every 9 min: 7 saves in 3 runs here took 6.0 s at most" in told.text
     assert "1 interruption in 2 d 10 h, so one in about 41 h is counted on" in told.text
+
+
+def test_a_size_that_nobody_knows_is_not_told() -> None:
+    mark, text = only(StorageFacts(folder="/r", room=Room(1 << 20, None)))
+    assert mark is Mark.PROBLEM
+    assert "1.0 MiB free" in text and "0 B" not in text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -113,3 +115,34 @@ def test_what_a_site_knows_of_a_qos_stays() -> None:
 
 def test_where_preemption_goes_by_partition_qos_change_nothing() -> None:
     assert fill_from_slurm(Site(name="hill"), BY_TIER, [BELOW], ALL).qos == {}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ({"priority_tier": None}, {}),  # the answer was cut, or is of another Slurm
+        ({"nodes": None}, {}),
+        ({}, {"priority_tier": None}),
+        ({}, {"nodes": None}),
+    ],
+)
+def test_what_slurm_did_not_say_is_no_promise_that_nobody_preempts(
+    mine: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    below, above = replace(BELOW, **mine), replace(ABOVE, **theirs)
+    found = contract_of(BY_TIER, below, (above, below), None, ())
+    assert found.above is None and found.preemption.mode is PreemptionMode.REQUEUE
+    empty = replace(below, total_nodes=0)
+    assert contract_of(BY_TIER, empty, (above, empty), None, ()).above is False
+
+
+def test_hundreds_of_partitions_with_thousands_of_nodes_are_told_at_once() -> None:
+    many = tuple(
+        replace(BELOW, name=f"p{number}", priority_tier=number % 7, nodes="n[1-5000]")
+        for number in range(200)
+    )
+    began = time.process_time()
+    found = [contract_of(BY_TIER, each, many, None, ()) for each in many]
+    # Each list of nodes read for each pair takes minutes.
+    assert time.process_time() - began < 5
+    assert found[0].above is True and found[6].above is False

@@ -6,6 +6,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -157,3 +158,15 @@ def test_a_name_smuggles_nothing_in(text: str) -> None:
     assert draft is not None
     site = loaded(draft.text).site
     assert site.setup == () and site.env.always == {} and not site.sbatch_options
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [("..", "__"), ("a/../../b", "a_______b"), ("-rf", "rf"), ("generic", "cluster"), ("/", "_")],
+)
+def test_whatever_a_cluster_is_called_its_file_is_one_of_its_own(cluster: str, name: str) -> None:
+    """``generic`` is what other clusters fall back on, and must not be replaced."""
+    draft = draft_site(Survey(user="ada", config=ConfigRecord(cluster_name=cluster)), TODAY)
+    assert draft is not None and draft.name == name
+    known = build(Site, load(draft.text)).cluster_names
+    assert known == ((cluster,) if cluster == "generic" else ())

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
+from slurm_forge.slurm.json_answers import json_associations, json_partitions, json_qos
 from slurm_forge.slurm.survey import Reply, take_survey
 from tests.unit.slurm.recorded import DATA, Recorded, recorded
 
@@ -112,3 +119,48 @@ def test_whatever_fails_is_told_and_the_rest_is_known(kinds: list[object], rubbi
     if survey.qos is None:
         assert any("qos" in each.command for each in bad)
     assert all(len(each.words) <= 200 for each in survey.questions)
+
+
+def test_nodes_that_can_not_be_read_leave_the_architecture_unknown() -> None:
+    answers = recorded("v26")
+    answers["scontrol -a show partition"] = answers["scontrol -a show partition"].replace(
+        " Nodes=n", " Nodes=n[1-99999999],n"
+    )
+    survey = take_survey(Recorded(answers), "root")
+    assert survey.partitions and survey.architecture is None
+
+
+WRONG = st.sampled_from([None, "x", 5, -1, 1.5, [], {}, ["a"], True, 10**20])
+
+
+@given(st.sampled_from(["partition", "qos", "assoc"]), st.data())
+def test_json_of_other_types_is_not_understood_and_never_a_record(
+    kind: str, data: st.DataObject
+) -> None:
+    """Records that hold a list for a number would fail far from here."""
+    body = json.loads((DATA / "v26" / f"{kind}.json").read_text())
+    places = list(
+        _places(body[{"partition": "partitions", "assoc": "associations"}.get(kind, kind)])
+    )
+    holder, key = data.draw(st.sampled_from(places))
+    holder[key] = data.draw(WRONG)
+    read = {"partition": json_partitions, "qos": json_qos, "assoc": json_associations}[kind]
+    try:
+        records = read(json.dumps(body))
+    except SlurmCommandError:
+        return
+    hints = {each.name: each.type for each in fields(records[0])} if records else {}
+    allowed = {"str": str, "int": int, "timedelta": timedelta, "bool": bool, "None": type(None)}
+    for record in records:
+        for name, hint in hints.items():
+            kinds = tuple(allowed.get(word.strip(), tuple) for word in str(hint).split(" | "))
+            assert isinstance(getattr(record, name), kinds), (name, getattr(record, name))
+            hash(getattr(record, name))
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield value, key
+        if isinstance(inner, (dict, list)):
+            yield from _places(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs
 from slurm_forge.spec import JobSpec, from_yaml, to_mapping
 from slurm_forge.spec.config_files import layered_job, project_file, shown, user_said
-from slurm_forge.spec.layers import OF_THE_JOB, Layer, Layered, combined, settings_schema
+from slurm_forge.spec.layers import OF_THE_JOB, Layer, Layered, Setting, combined, settings_schema
 from slurm_forge.spec.origins import JobValue, job_values
 
 USER, PROJECT, JOB = "~/.config/slurm_forge/config.yaml", "slurm_forge.yaml", "train.yaml"
@@ -439,3 +440,52 @@ def test_the_schema_of_settings_knows_what_they_may_say() -> None:
 def test_a_document_made_by_hand_has_no_places() -> None:
     assert Document({"a": 1}, "f").place_of(("a",)) == Place("f")
     assert str(Place(None)) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["a." * 30_000 + "a=1", "args" + ".b" * 200 + "=1", "args" + '["b"]' * 5000 + "=1"]
+)
+def test_a_key_that_never_ends_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ConfigError, match="a key of more than 32 parts"):
+        Setting.parsed(text)
+
+
+def test_a_long_value_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as told:
+        Setting.parsed("seed=" + "1" * 100_000)
+    assert "quote it" in str(told.value) and len(str(told.value)) < 400
+
+
+def test_links_in_a_circle_are_no_crash(tree: Path) -> None:
+    (tree / "round").symlink_to("round")
+    assert project_file(tree / "round") is None
+    with pytest.raises(ConfigError, match="symbolic links"):
+        layered_job(tree / "round" / "job.yaml", Knobs())
+
+
+@pytest.mark.parametrize("home", ["", ".", "somewhere"])
+def test_a_home_below_the_current_folder_is_none(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    monkeypatch.chdir(tree)
+    monkeypatch.setenv("HOME", home)
+    for folder in (tree, tree / "somewhere"):
+        (folder / ".config" / "slurm_forge").mkdir(parents=True)
+        put(folder / ".config" / "slurm_forge" / "config.yaml", "seed: 7\n")
+    (tree / "elsewhere").mkdir()
+    job = put(tree / "elsewhere" / "job.yaml", "name: a\ncommand: [x]\n")
+    assert layered_job(job, Knobs()).files == (str(job),)
+    assert Knobs().config_folder.is_absolute() and Knobs().state_folder.is_absolute()
+    if home:  # without any letter in it, it is the root of everything
+        put(tree / "elsewhere" / "slurm_forge.yaml", "runs: ~/runs\n")
+        with pytest.raises(ConfigError, match="there is no home folder"):
+            layered_job(job, Knobs())
+
+
+def test_a_user_without_a_home_has_no_settings(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(path: str) -> str:
+        return path  # as os.path.expanduser does for a number that nobody has named
+
+    monkeypatch.setattr(os.path, "expanduser", nobody)
+    job = put(tree / "job.yaml", "name: a\ncommand: [x]\n")
+    assert layered_job(job, Knobs()).job.name == "a"

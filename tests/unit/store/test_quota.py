@@ -136,3 +136,30 @@ def test_a_tool_that_is_missing_or_a_name_that_is_no_name() -> None:
         assert ask_quota(SCRATCH, name, runner, {}, found_at) is None
     assert ask_quota(None, "ada", runner, {}, found_at) is None
     assert runner.asked == []
+
+
+OF_GPFS = Mount("/p", "gpfs", "fs1")
+OF_GROUPS = (
+    "mmlsquota::HEADER:version:reserved:reserved:filesystemName:quotaType:id:name:blockUsage:\n"
+    "mmlsquota::0:1:::fs1:GRP:0:lab:99:\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("mount", "text", "problem"),
+    [
+        (SCRATCH, "Disk quotas for usr ada (uid 1):\n", ""),
+        (Mount("/h", "nfs4", "x"), "Disk quotas for user ada (uid 1): none\n", ""),
+        (OF_GPFS, OF_GROUPS, ""),
+        (SCRATCH, " /scratch 1.5T 2T 2T - 5 0 0 -\n", "not understood: /scratch 1.5T 2T 2T"),
+        (SCRATCH, " /scratch -5 100 200 - 5 0 0 -\n", "not understood"),
+        (SCRATCH, "Some errors happened when getting quota info.\n", "Some errors happened"),
+        (OF_GPFS, OF_GROUPS + "mmlsquota::0:1:::fs1:USR:0:ada:lots:\n", "not understood"),
+    ],
+)
+def test_an_answer_that_can_not_be_read_is_no_promise_of_no_quota(
+    mount: Mount, text: str, problem: str
+) -> None:
+    answer = ask_quota(mount, "ada", Pretend(Completed((), 0, text, "")), {}, found_at)
+    assert answer is not None and answer.quotas == ()
+    assert problem in answer.problem and bool(problem) == bool(answer.problem)
