@@ -336,7 +336,8 @@ def test_controller_down_leaves_an_intent_that_reconcile_carries_out(
             os.kill(rank, signal.SIGTERM)
         watched.wait(lambda s: s.attempts[0].outcome == "open", 60, "the attempt to end")
     assert watched.state.open_intent is not None
-    slurm.wait_state(watched.job, ["COMPLETED"], 60)
+    # It stays for Slurm to end it, since that may be what brings it back: see launch/staying.
+    slurm.wait_state(watched.job, ["RUNNING"], 60)
     with environment(slurm):
         brought = reconcile(watched.run, SubprocessSlurm.of_this_process())
         assert brought.changed
