@@ -344,7 +344,9 @@ CELLS: tuple[Cell, ...] = (
             causes=(Cause.CRASH,), actions=(Action.REQUEUE,), attempts=2, repeated=2 * EVERY
         ),
         partition="normal",
-        representative=True,
+        # Not a representative: on a busy machine it is a race that Slurm may lose for us.  srun has
+        # a helper that ends the step with SIGKILL when srun is gone; where slurmstepd does not kill
+        # both in the same moment, no rank has the time to requeue.
     ),
     Cell(
         name="step-daemon-killed",
