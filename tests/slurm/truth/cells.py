@@ -346,7 +346,8 @@ CELLS: tuple[Cell, ...] = (
         partition="normal",
         # Not a representative: on a busy machine it is a race that Slurm may lose for us.  srun has
         # a helper that ends the step with SIGKILL when srun is gone; where slurmstepd does not kill
-        # both in the same moment, no rank has the time to requeue.
+        # both in the same moment, no rank has the time to requeue (_shepherd_spawn in Slurm's
+        # src/srun/libsrun/srun_job.c).
     ),
     Cell(
         name="step-daemon-killed",
