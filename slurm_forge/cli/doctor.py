@@ -145,12 +145,11 @@ def _examine(
     from slurm_forge.launch.foreseen import Asked, foreseen
     from slurm_forge.recovery.interval import advised_interval
     from slurm_forge.report.doctor import (
-        machine_section,
         place_shown,
         places_section,
         site_section,
-        slurm_section,
     )
+    from slurm_forge.report.doctor_slurm import machine_section, slurm_section
     from slurm_forge.report.doctor_storage import checkpoint_section, storage_section
     from slurm_forge.site.comparing import compare, unchecked
     from slurm_forge.site.detection import GENERIC

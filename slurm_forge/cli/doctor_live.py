@@ -47,20 +47,19 @@ class LiveRequest:
 
 def examine_live(request: LiveRequest) -> int:
     """Submit the job, print what it saw, and return the exit status."""
+    from slurm_forge.cli.examining import look_at_slurm
     from slurm_forge.cli.live_text import live_json, live_text
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.launch.live import LiveWish, look_live
     from slurm_forge.launch.live_script import live_job
-    from slurm_forge.person import person
     from slurm_forge.recovery.live_findings import Mark, findings
     from slurm_forge.report.text import clean
     from slurm_forge.slurm.client import SubprocessSlurm
-    from slurm_forge.slurm.survey import PATIENCE, take_survey
 
     slurm = SubprocessSlurm.of_this_process()
     checked = _checked(request.job)
     asked = None if checked is None else checked.job
-    survey = take_survey(slurm.with_timeout(PATIENCE), person())
+    survey = look_at_slurm(slurm)
     cluster = survey.config.cluster_name if survey.config is not None else None
     said = None if checked is None else checked.site
     site = site_places(said).load(request.site, cluster_name=cluster).site

@@ -15,9 +15,10 @@ from pathlib import Path
 from slurm_forge.cli.places import run_names
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, fold, read_journal
+from slurm_forge.launch.saves_seen import seen_in
 from slurm_forge.person import person
 from slurm_forge.recovery.interval import advised_interval
-from slurm_forge.report.doctor import Machine
+from slurm_forge.report.doctor_slurm import Machine
 from slurm_forge.report.doctor_storage import StorageFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -61,9 +62,8 @@ class EarlierRuns:
     @property
     def save(self) -> timedelta | None:
         """The slowest of the newest saves; None where none was seen."""
-        took = [each.seconds for state in self.states for each in state.known[-5:]]
-        longest = max(took, default=0.0)
-        return timedelta(seconds=longest) if longest > 0 else None
+        took = [note.seconds for state in self.states if (note := seen_in(state)) is not None]
+        return timedelta(seconds=max(took)) if took else None
 
 
 def look_at_machine() -> Machine:

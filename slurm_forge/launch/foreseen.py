@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.launch.timing import lead_time
+from slurm_forge.launch.timing import WARNED_FROM, lead_time
 from slurm_forge.recovery.prediction import Circumstances, Prediction, predict
 from slurm_forge.site.contract import Contract, contract_of, goes_by_qos
 from slurm_forge.site.model import Site
@@ -19,9 +19,6 @@ from slurm_forge.slurm.survey import Survey
 from slurm_forge.spec import JobSpec, job_from_mapping
 
 __all__ = ["Asked", "Foreseen", "foreseen"]
-
-#: From this limit on our scripts ask for a warning signal (``launch.script``).
-_WARNED_FROM = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ def _at(
             shorten_requeue=site.shorten_requeue,
             # Our scripts ask for it; of several words the last one counts to sbatch.
             requeue="no-requeue" not in map(long_name, site.sbatch_options),
-            warned=limit is not None and limit >= _WARNED_FROM,
+            warned=limit is not None and limit >= WARNED_FROM,
             limit=limit,
             lead=lead_time(job, limit, asked.save or timedelta(0)),
             save=asked.save,

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, fold, read_journal
-from slurm_forge.launch.timing import lead_time
+from slurm_forge.launch.timing import WARNED_FROM, lead_time
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.save_notes import SaveNote, SaveNotes
 from slurm_forge.spec import JobSpec
@@ -17,9 +17,6 @@ from slurm_forge.spec import JobSpec
 __all__ = ["lead_option", "remember_saves", "seen_in", "seen_of_run", "usual_saves"]
 
 _LAST = 5
-#: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
-#: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
-_SIGNAL_FROM = timedelta(minutes=10)
 
 
 def seen_in(state: RunState) -> SaveNote | None:
@@ -60,7 +57,7 @@ def lead_option(job: JobSpec, limit: timedelta | None, save: timedelta) -> str |
 
     None where the supervisor's own clock does better.
     """
-    if limit is None or limit < _SIGNAL_FROM:
+    if limit is None or limit < WARNED_FROM:
         return None
     return f"USR2@{int(lead_time(job, limit, save).total_seconds())}"
 

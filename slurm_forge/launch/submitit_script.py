@@ -19,13 +19,11 @@ from slurm_forge.launch.script import (
     successor_lines,
 )
 from slurm_forge.launch.setup_lines import refuse_traps
+from slurm_forge.launch.timing import WARNED_FROM
 from slurm_forge.units import parse_slurm_duration
 
 __all__ = ["Array", "Successor", "batch_script", "directives"]
 
-#: Below this limit Slurm's early warning would cost a large part of every attempt; the supervisor
-#: watches the clock itself.
-_SIGNAL_FROM = timedelta(minutes=10)
 #: A line of its own in submitit's script, to be exchanged for ours.
 _PAYLOAD = ":slurm_forge payload"
 #: What was true of the first start, and would keep a successor waiting or refuse it.
@@ -175,4 +173,4 @@ def _warns(limit: Any) -> bool:
             f"time={limit!r} is no time limit ({error})",
             next_step='Give minutes as a number, or Slurm\'s own form: "1-12:00:00".',
         ) from error
-    return given is None or given >= _SIGNAL_FROM
+    return given is None or given >= WARNED_FROM

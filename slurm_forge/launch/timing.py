@@ -14,7 +14,7 @@ from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["Timing", "lead_time", "planned_end", "timing"]
+__all__ = ["WARNED_FROM", "Timing", "lead_time", "planned_end", "timing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,9 @@ class Timing:
         return min(timedelta(seconds=5), max(timedelta(seconds=1), 0.15 * given))
 
 
+#: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
+#: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
+WARNED_FROM = timedelta(minutes=10)
 #: slurm.conf's default.
 _KILL_WAIT = timedelta(seconds=30)
 #: Share of the time limit that is kept for the last save where nothing is known better.

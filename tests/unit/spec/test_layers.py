@@ -73,7 +73,7 @@ COMMAND = "name: x\ncommand: [python, train.py]\nprogram: {convention: hf, notif
 
 
 def resolved(job: str | None, *settings: str, user: str = "", project: str = "") -> Layered:
-    files = ((user, USER, "/home/me/.config/slurm_forge"), (project, PROJECT, "/work/mine"))
+    files = ((user, USER, "/home/me/.config/slurm_forge"), (project, PROJECT, "/repos/mine"))
     shared = [
         Layer(load(text, name), Path(at), own=name == USER) for text, name, at in files if text
     ]
@@ -409,10 +409,10 @@ def test_paths_start_at_the_folder_of_the_file_that_says_them() -> None:
     assert found.site is not None
     assert found.runs is not None
     assert (found.site.value, str(found.site.place)) == ("mila", f"{USER}:1")
-    assert (found.runs.value, str(found.runs.place)) == ("/work/mine/out/runs", f"{PROJECT}:1")
+    assert (found.runs.value, str(found.runs.place)) == ("/repos/mine/out/runs", f"{PROJECT}:1")
     found = resolved(SMALL, project="site: clusters/hill.yaml\n")
     assert found.site is not None
-    assert found.site.value == "/work/mine/clusters/hill.yaml"
+    assert found.site.value == "/repos/mine/clusters/hill.yaml"
 
 
 def test_what_a_file_is_called(tree: Path) -> None:
