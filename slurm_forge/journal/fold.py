@@ -169,11 +169,7 @@ def advance(state: RunState, record: Record) -> RunState:
             back = back and state.status is RunStatus.RUNNING
             return replace(changed, status=RunStatus.REQUEUED) if back else changed
         case ev.IncidentSeen():
-            changed = _in_attempt(
-                state,
-                record,
-                lambda a: replace(a, incidents=(*a.incidents, (time, event.incident))),
-            )
+            changed = _in_attempt(state, record, lambda a: _with_incident(a, time, event.incident))
             step = event.incident.step
             changed = changed if step is None else _reach(changed, step)
             return _doubt(changed, record, event.incident)
@@ -277,6 +273,14 @@ def _in_attempt(
         for attempt in state.attempts
     )
     return replace(state, attempts=attempts)
+
+
+def _with_incident(attempt: AttemptState, time: float, incident: Incident) -> AttemptState:
+    """What comes again under its id is the same incident, better known by then."""
+    known = {each.id: (at, each) for at, each in attempt.incidents}
+    at, _ = known.get(incident.id, (time, incident))
+    known[incident.id] = (at, incident)
+    return replace(attempt, incidents=tuple(known.values()))
 
 
 def _in_launch(state: RunState, record: Record) -> RunState:
@@ -406,7 +410,8 @@ def _decided(state: RunState, record: Record, decision: Decision) -> RunState:
     changed = _in_attempt(
         state, record, lambda a: replace(a, decisions=(*a.decisions, (record.time, decision)))
     )
-    if decision.incident_id in state.applied:
+    # That somebody has cancelled the job may be known only after it was decided to go on.
+    if decision.incident_id in state.applied and decision.action is not Action.STOP:
         return changed
     changed = replace(changed, plan=decision.plan, applied=changed.applied | {decision.incident_id})
     if decision.action in _FINAL:

@@ -12,7 +12,13 @@ from slurm_forge.errors import AlreadyFinishedError, RunDirectoryError, SlurmCom
 from slurm_forge.files import make_private_directory
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.codec import Record
-from slurm_forge.journal.events import RequeueDone, RequeueFailed, RequeueIntended, UserAsked
+from slurm_forge.journal.events import (
+    DecisionTaken,
+    RequeueDone,
+    RequeueFailed,
+    RequeueIntended,
+    UserAsked,
+)
 from slurm_forge.launch.chain import waiting_record
 from slurm_forge.launch.changes import Asked, arguments_of, changed, update_of
 from slurm_forge.launch.ladder import Comeback, Ladder, Taken
@@ -31,12 +37,15 @@ from slurm_forge.launch.submission import (
 from slurm_forge.launch.update import arguments_for
 from slurm_forge.lock import exclusive
 from slurm_forge.person import person
+from slurm_forge.recovery.classify import is_unexplained
 from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
 
 __all__ = ["Brought", "bring_back", "reconcile"]
 
@@ -188,11 +197,14 @@ def reconcile(
     *,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
+    by_person: bool = True,
 ) -> Brought:
     """Carry out an intent that an attempt left open because Slurm did not answer it.
 
     What the attempt had decided to ask for (memory, nodes, a wait) is asked for now.  A job that
-    was cancelled since is left alone.  Asking twice never makes two jobs, as with ``bring_back``.
+    was cancelled since is left alone; where neither Slurm nor accounting knows it any more, and it
+    was never known what it was ended for, only a person brings it back.  Asking twice never makes
+    two jobs, as with ``bring_back``.
     """
     with _alone(run):
         records, _ = read_journal(run, thin=True)
@@ -226,6 +238,15 @@ def reconcile(
                 if successor is None and found.state in PENDING_LIKE:
                     text += _give(found.job_ref, decided(), wait, slurm, journal)
                 return Brought(found.job_ref, text, changed=False)
+            end = _end_of(intent.job, slurm)
+            if end is JobState.CANCELLED:
+                return _stays_cancelled(run, state, intent.job, attempt, journal)
+            if end is None and not by_person and _is_unexplained(state):
+                text = (
+                    f"Slurm does not know job {intent.job} any more, and whether somebody has "
+                    f"cancelled it is not known; slurm-forge reconcile {run.name} lets the run go on"
+                )
+                return Brought(intent.job, text, changed=False)
             ladder = Ladder(
                 slurm,
                 job=intent.job,
@@ -242,20 +263,49 @@ def reconcile(
                 wait=wait,
                 arguments=lambda: arguments_for(decided(), job),
             )
+            if comeback.taken is Taken.CANCELLED:
+                return _stays_cancelled(run, state, intent.job, attempt, journal)
         finally:
             journal.close()
-        if comeback.taken is Taken.CANCELLED:
-            text = (
-                f"job {intent.job} was cancelled since; slurm-forge requeue {run.name} "
-                "lets the run go on"
-            )
-            return Brought(intent.job, text, changed=False)
         if comeback.taken is Taken.OPEN:
             raise RunDirectoryError(
                 f"the intent is still open: {comeback.text}",
                 next_step="Try slurm-forge reconcile again when Slurm answers.",
             )
         return Brought(run_state(run).job, comeback.text, changed=True)
+
+
+def _stays_cancelled(
+    run: RunDirectory, state: RunState, job: str, attempt: int, journal: JournalWriter
+) -> Brought:
+    """Somebody has cancelled the job since: nothing is open any more."""
+    decision = Decision(
+        incident_id=f"{attempt}.cancelled",
+        cause=Cause.USER_CANCELLED,
+        action=Action.STOP,
+        reason=f"job {job} was cancelled; it stays cancelled",
+        plan=state.plan,
+    )
+    journal.write(DecisionTaken(decision=decision))
+    text = f"job {job} was cancelled since; slurm-forge requeue {run.name} lets the run go on"
+    return Brought(job, text, changed=False)
+
+
+def _end_of(job: str, slurm: Slurm) -> JobState | None:
+    """The job's state, from accounting where the controller does not tell; None: nowhere."""
+    record = _record(job, slurm)
+    if record is not None and record.state is not JobState.COMPLETING:
+        return record.state
+    with contextlib.suppress(SlurmCommandError):
+        rows = [row for row in slurm.accounting(job) if row.step is None]
+        if rows:
+            return rows[-1].state
+    return None if record is None else record.state
+
+
+def _is_unexplained(state: RunState) -> bool:
+    incidents = state.attempts[-1].incidents if state.attempts else ()
+    return bool(incidents) and is_unexplained(incidents[-1][1])
 
 
 def _left_to_wait(

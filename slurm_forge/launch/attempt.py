@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
@@ -30,6 +30,7 @@ from slurm_forge.launch.saves_seen import remember_saves
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
+from slurm_forge.recovery.classify import is_unexplained
 from slurm_forge.recovery.preflight import thoroughness
 from slurm_forge.recovery.seats import Room
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
@@ -39,7 +40,7 @@ from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Decision, Start
+from slurm_forge.vocabulary.decision import Action, Decision, Incident, Start
 from slurm_forge.vocabulary.plan import Variable
 
 __all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
@@ -74,12 +75,20 @@ class Attempt:
     #: The site's variables for after a hang, and what is set that must not be.
     on_hang: tuple[Variable, ...] = ()
     forbidden: tuple[Difference, ...] = ()
+    #: What was seen of the last launch, and the incident that was made of it.
+    facts: LaunchFacts | None = None
+    incident: Incident | None = None
     _warnings: int = 0
 
     @property
     def fence(self) -> Fence:
         """Raises once a newer attempt has taken the run over."""
         return Fence(self.run, self.claim.attempt)
+
+    @property
+    def incident_id(self) -> str:
+        """The name of what the last launch ended of."""
+        return f"{self.claim.attempt}.{self.launch}"
 
     def state(self) -> RunState:
         """The state of the run, read anew."""
@@ -134,8 +143,8 @@ class Attempt:
             return None
         with contextlib.suppress(OSError):  # a storage that fails is what is to be decided about
             self.fence()
-        incident = classify(facts, f"{self.claim.attempt}.{self.launch}")
-        incident = with_suspects(incident, self.forbidden)
+        incident = with_suspects(classify(facts, self.incident_id), self.forbidden)
+        self.facts, self.incident = facts, incident
         # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
         wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
         decided = None if wanted else self._decided(facts)
@@ -174,6 +183,25 @@ class Attempt:
             ) from full
         return decision
 
+    def learn(self, incident: Incident) -> None:
+        """Journal what is better known by now about the end of the last launch, if anything is.
+
+        A run whose job somebody has cancelled stops there, whatever was decided before.
+        """
+        before = self.incident
+        cancelled = incident.cause is Cause.USER_CANCELLED
+        if before is not None and before.cause is incident.cause:
+            return
+        if before is None or not is_unexplained(before):
+            if not cancelled:
+                return  # a signal that follows from what was decided
+            incident = replace(incident, id=f"{incident.id}.cancelled")
+        self.incident = incident
+        self._cannot_write(IncidentSeen(incident=incident))
+        if cancelled:
+            decision = decide(self.file.job.recovery, self.state(), incident)
+            self._cannot_write(DecisionTaken(decision=decision))
+
     def only_warns(self, facts: LaunchFacts) -> bool:
         """Whether the ladder has nothing but a warning for it: then that is written down.
 
@@ -181,7 +209,7 @@ class Attempt:
         never what a run is held for, unless the job file says just that.
         """
         self._warnings += 1
-        incident = classify(facts, f"{self.claim.attempt}.{self.launch}.warning{self._warnings}")
+        incident = classify(facts, f"{self.incident_id}.warning{self._warnings}")
         policy = self.file.job.recovery
         slow = incident.cause is Cause.STRAGGLER
         if not slow and all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):

@@ -17,7 +17,15 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
 from slurm_forge.launch.chain import Chain
-from slurm_forge.launch.ladder import PATIENCE, Comeback, Ladder, Settled, Taken, waiting_update
+from slurm_forge.launch.ladder import (
+    PATIENCE,
+    Comeback,
+    Explain,
+    Ladder,
+    Settled,
+    Taken,
+    waiting_update,
+)
 from slurm_forge.slurm.client import JobUpdate, Slurm
 
 __all__ = ["ChainLadder"]
@@ -43,6 +51,7 @@ class ChainLadder(Ladder):
         clock: Callable[[], float] = time.monotonic,
         patience: timedelta = PATIENCE,
         only_hold: str | None = None,
+        explain: Explain | None = None,
     ) -> None:
         super().__init__(
             slurm,
@@ -56,6 +65,7 @@ class ChainLadder(Ladder):
             clock=clock,
             patience=patience,
             only_hold=only_hold,
+            explain=explain,
         )
         self._chain = chain
 
@@ -74,7 +84,8 @@ class ChainLadder(Ladder):
         for.
         """
         self._check_fence()
-        settled, waiting = self._settled(), self._chain.to_come()
+        # Where nobody can tell why this one ends, the next one starts by itself all the same.
+        settled, waiting = self._explained() or self._settled(), self._chain.to_come()
         if settled in (Settled.WAITS, Settled.RUNS):  # Slurm, or an administrator, was quicker
             self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
             return self._found(settled, update, wait)

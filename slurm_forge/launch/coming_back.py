@@ -17,13 +17,13 @@ from slurm_forge.launch.attempt import Attempt
 from slurm_forge.launch.avoid import Avoider, names_added
 from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.ladder import Comeback, Ladder
-from slurm_forge.launch.leaving import open_ledger, partition_of
+from slurm_forge.launch.leaving import nodes_of, open_ledger, partitions_named
 from slurm_forge.launch.saves_seen import lead_option, seen_in
 from slurm_forge.launch.update import arguments_for, update_for
 from slurm_forge.recovery.nodes import spared
 from slurm_forge.recovery.sooner import Soon, sooner
 from slurm_forge.slurm.client import JobUpdate, Slurm
-from slurm_forge.slurm.records import ConfigRecord, JobRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord
 from slurm_forge.vocabulary.decision import Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -63,6 +63,7 @@ class ComingBack:
         self._latest = latest
         self._avoider: Avoider | None = None
         self._there: frozenset[str] | None = None
+        self._partitions: tuple[PartitionRecord, ...] = ()
         self._problems: list[str] = []
         self._config: ConfigRecord | None = None
         self._soon: Soon | None = None
@@ -82,6 +83,17 @@ class ComingBack:
         if self._asking is not None:
             self._config_asked.wait(_MOMENT_S)
         return None if self._config is None else self._config.kill_wait
+
+    @property
+    def grace_time(self) -> timedelta | None:
+        """How much notice a preemption gives, as far as Slurm has said so by now.
+
+        None where preemption goes by QOS, which has a grace time of its own.
+        """
+        if self._config is None or self._config.preempt_type != "preempt/partition_prio":
+            return None
+        graces = {partition.grace_time for partition in self._partitions}
+        return graces.pop() if len(graces) == 1 else None
 
     def strike(self, decision: Decision) -> None:
         """Note in the ledger what the incident says against the nodes that it started on."""
@@ -227,7 +239,8 @@ class ComingBack:
             self._config = self._slurm.show_config()
         self._config_asked.set()
         try:
-            self._there = partition_of(self._slurm, self._partition)
+            self._partitions = partitions_named(self._slurm, self._partition)
+            self._there = nodes_of(self._partitions, self._partition) if self._partition else None
             ledger = open_ledger(
                 self._knobs, cluster=self._cluster, of_site=attempt.file.node_ledger
             )

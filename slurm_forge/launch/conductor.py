@@ -161,7 +161,7 @@ class Conductor:
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
             probe=self._judge.failed,
-            job_now=self._watch.latest,
+            job_now=self._watch.since(self._seen.evidence_query),
             launched=self._launched,
             clock=self._clock(),
             witnesses={rank: view.heard for rank, view in self._hub.witnesses().items()},
@@ -325,8 +325,11 @@ class Conductor:
         for name in names:
             if not self._seen.batch_signals or self._seen.batch_signals[-1] != name:
                 self._note(NoticeSeen(what=name, source="batch step"))
+            first = not self._seen.batch_signals and self._seen.stop_asked is not None
             self._seen.batch_signals.append(name)
             self._ask_stop(name)
+            if first:
+                self._questions.batch_signalled()
         return bool(names)
 
     def _look_at_trends(self, now: float) -> None:

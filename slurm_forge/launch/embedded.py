@@ -28,6 +28,7 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.lifeline import Lifeline
+from slurm_forge.launch.stop_explanation import StopExplanation
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
@@ -236,6 +237,7 @@ class Embedded:
             fence=self._attempt.fence,
             patience=self._attempt.file.job.recovery.limits.controller_patience,
             only_hold=self._attempt.file.only_hold,
+            explain=StopExplanation(self._attempt),
         )
 
     def _wait(self, seconds: float) -> None:

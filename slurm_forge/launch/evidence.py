@@ -17,6 +17,7 @@ from pathlib import Path
 from slurm_forge.errors import ForgeError
 from slurm_forge.launch.outputs import Output
 from slurm_forge.recovery.launch_facts import LaunchFacts, RankFailure
+from slurm_forge.recovery.slurm_says import needs_accounting
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LAUNCH_BEGINS, read_last_words
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
@@ -48,8 +49,8 @@ def gathered(
 ) -> LaunchFacts:
     """``facts`` with what else can be had.  ``output_of`` names the log of a rank.
 
-    ``since`` is when the launch began.  Nothing is asked of Slurm where somebody wants the nodes:
-    its record tells why, and there is no time to lose.
+    ``since`` is when the launch began.  Where somebody wants the nodes, Slurm is asked for no more
+    than what tells a preemption from a person's wish: there is no time to lose.
     """
     if facts.finished:
         return facts
@@ -57,6 +58,8 @@ def gathered(
     facts = _with_last_words(facts, run, attempt, launch)
     if batch_output is not None and (facts.batch_signals or facts.rank_signals):
         facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
+    if slurm is not None and job and needs_accounting(facts):
+        facts = _with_accounting(facts, job, slurm, since)
     missed = (*facts.lost, *(facts.mute if facts.outlives_nodes else ()))
     if not missed:
         return facts
@@ -66,7 +69,7 @@ def gathered(
         return facts
     if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
-    asked = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
+    asked = _quick(slurm)
     hosts = tuple(dict.fromkeys(each.host for each in missed if each.host != "?"))
     with contextlib.suppress(ForgeError, ValueError):
         facts = replace(facts, nodes=asked.show_nodes(hosts))
@@ -74,6 +77,21 @@ def gathered(
         with contextlib.suppress(ForgeError):
             facts = replace(facts, rows=_newest_step(asked.accounting(job), since))
     return facts
+
+
+def _with_accounting(
+    facts: LaunchFacts, job: str, slurm: Slurm, since: datetime | None
+) -> LaunchFacts:
+    """What tells a person's wish from an end by Slurm, where the job's record does not."""
+    with contextlib.suppress(ForgeError):
+        rows = _quick(slurm).accounting(job)
+        starts = tuple(row for row in rows if row.step is None)[-1:]
+        return replace(facts, rows=_newest_step(rows, since), job_rows=starts)
+    return facts
+
+
+def _quick(slurm: Slurm) -> Slurm:
+    return slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
 
 
 def _agents_know(facts: LaunchFacts) -> bool:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def _in_job(
         watch,
         variables=variables,
         script=script if script.is_file() else None,
+        signals=signals.batch_signals_since,
     )
     sentinel = SentinelStep(
         sentinel_command(sys.executable, environment.node_name),
@@ -276,7 +278,7 @@ class _Job:
         try:
             return attempt.conclude(
                 gathered(
-                    facts,
+                    replace(facts, grace=self._back.grace_time),
                     run=attempt.run,
                     attempt=attempt.claim.attempt,
                     launch=attempt.launch,

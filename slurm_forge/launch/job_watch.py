@@ -52,6 +52,10 @@ class JobWatch:
         ).start()
         return self._begun
 
+    def since(self, query: int) -> JobRecord | None:
+        """The newest record, if it answers this query or a later one; None else."""
+        return self.latest if self.latest_query >= query else None
+
     def comment(self, text: str) -> None:
         """Write a line beside the job, for ``squeue`` and ``scontrol show job``: if it can be had.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
@@ -19,15 +20,20 @@ from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, Requeue
 from slurm_forge.launch.chain import comment_of
 from slurm_forge.recovery.endings import is_cancelled
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
-from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import PENDING_LIKE, JobState
+from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["PATIENCE", "Comeback", "Ladder", "Settled", "Taken", "waiting_update"]
+__all__ = ["PATIENCE", "Comeback", "Explain", "Ladder", "Settled", "Taken", "waiting_update"]
 
 #: How often a controller that is busy ("try again later") is asked.
 _TRIES = 3
 _BETWEEN_S = 1.0
 _LONGEST_PAUSE_S = 15.0
+#: In the first minute: a grace time may end before a longer pause does.
+_SHORT_PAUSE_S = 3.0
+_SHORT_PAUSES_FOR_S = 60.0
 #: How long a controller that is not there is waited for: it cannot end our job meanwhile.
 PATIENCE = timedelta(minutes=5)
 _REQUEUE = "scontrol requeue"
@@ -53,12 +59,27 @@ class Taken(str, Enum):
     CANCELLED = "cancelled"
 
 
+class Explain(Protocol):
+    """What Slurm's record means for the stop that the run comes back from."""
+
+    def is_needed(self) -> bool:
+        """Whether a signal has come that nothing which Slurm said since explains."""
+
+    def cause(self, record: JobRecord | None) -> Cause | None:
+        """The cause by ``record``, which was asked for now.
+
+        None for ``record``: this node has no command to ask with.  None is not known.
+        """
+
+
 class Settled(Enum):
     """What somebody else has made of the job."""
 
     WAITS = 1
     RUNS = 2
     CANCELLED = 3
+    #: Nobody can tell yet.
+    UNKNOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,8 @@ class Ladder:
     ``restart_count`` is that of the start we are in.  ``patience`` is how long a controller that
     does not answer is asked again.  ``successor`` is one that an earlier start of this job has
     submitted.  ``only_hold`` says why the job must not come back by itself: it is held instead.
+    ``explain``: while it is needed, nothing is asked of Slurm before Slurm has said what the job
+    is ended for, since the same request revives a job that somebody has cancelled.
     """
 
     def __init__(
@@ -91,14 +114,17 @@ class Ladder:
         clock: Callable[[], float] = time.monotonic,
         patience: timedelta = PATIENCE,
         only_hold: str | None = None,
+        explain: Explain | None = None,
     ) -> None:
         self._slurm = slurm
+        self._explain = explain
         self._only_hold = only_hold
         self._job = job
         self._script = script
         self._journal = journal
         self._fence = fence
         self._restart_count = restart_count
+        self._is_requested = False
         self._known_successor = successor
         #: For questions whose answer can be done without.
         self._quick = slurm.with_timeout(_QUICK) if isinstance(slurm, SubprocessSlurm) else slurm
@@ -133,11 +159,15 @@ class Ladder:
         self._soon = soon
         self._check_fence()
         self._note(RequeueIntended(job=self._job, method=_REQUEUE, reason=reason))
-        settled = self._settled()
+        settled = self._explained() or self._settled()
+        if settled is Settled.UNKNOWN:
+            return self._left_open(_REQUEUE, "Slurm has not said yet what the job is ended for")
         if settled is not None:
             return self._found(settled, update, wait)
         self._check_fence()  # Slurm may have taken its time to answer
         reply, settled = self._persist(self._slurm.requeue)
+        if settled is Settled.UNKNOWN:
+            return self._left_open(_REQUEUE, " ".join(reply.stderr.split()))
         if settled is not None:
             return self._found(settled, update, wait)
         if reply.in_queue:
@@ -176,6 +206,8 @@ class Ladder:
         its journal in any case.
         """
         self._check_fence()
+        if self._explained() is Settled.CANCELLED:
+            return Comeback(Taken.CANCELLED, "the job was cancelled")
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
             self._quick.update_job(self._job, JobUpdate(comment=comment_of(reason)))
         held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
@@ -213,6 +245,41 @@ class Ladder:
                 return True
         return False
 
+    def _explained(self) -> Settled | None:
+        """None once nothing is left to be explained: the job may be requeued.
+
+        Slurm is asked until it answers or our patience ends.  An error is no answer.
+        """
+        began, pause = self._clock(), _BETWEEN_S
+        until = began + self._patience
+        while self._explain is not None and self._explain.is_needed():
+            record: JobRecord | None = None
+            no_command = False
+            try:
+                record = self._slurm.show_job(self._job)
+            except SlurmCommandError as error:
+                no_command = error.returncode == COMMAND_NOT_FOUND
+            if record is not None and self._is_requested and record.restarts > self._restart_count:
+                return self._settled_by(record)  # by a request of ours whose answer was lost
+            if record is not None or no_command:
+                cause = self._explain.cause(record)
+                if cause is Cause.USER_CANCELLED:
+                    return Settled.CANCELLED
+                if record is not None:
+                    return self._settled_by(record)
+                return None if cause is not None else Settled.UNKNOWN
+            if self._clock() >= until:
+                return Settled.UNKNOWN
+            pause = self._pause(pause, began)
+        return None
+
+    def _pause(self, pause: float, began: float) -> float:
+        """Wait so long; how long to wait the next time."""
+        self._sleep(pause)
+        self._check_fence()
+        short = self._clock() - began < _SHORT_PAUSES_FOR_S
+        return min(2 * pause, _SHORT_PAUSE_S if short else _LONGEST_PAUSE_S)
+
     def _settled(self, *, again: bool = False) -> Settled | None:
         """What somebody else has made of the job since we began, as far as Slurm answers quickly.
 
@@ -223,8 +290,9 @@ class Ladder:
             record = self._quick.show_job(self._job)
         except SlurmCommandError:
             return None
-        if record is None:
-            return None
+        return None if record is None else self._settled_by(record, again=again)
+
+    def _settled_by(self, record: JobRecord, *, again: bool = False) -> Settled | None:
         if record.restarts <= self._restart_count:
             ended = is_cancelled(record) if again else record.state is JobState.CANCELLED
             return Settled.CANCELLED if ended else None
@@ -278,19 +346,18 @@ class Ladder:
         which is an answer, or we are ended.  Before each further try it is looked whether somebody
         has settled the matter.
         """
-        until = self._clock() + self._patience
-        pause = _BETWEEN_S
+        began, pause = self._clock(), _BETWEEN_S
+        until = began + self._patience
         busy = 1
         while True:
+            self._is_requested = True
             reply = ask(self._job)
             if reply.outcome is RequeueOutcome.TRY_AGAIN and busy < _TRIES:
                 busy += 1
             elif reply.outcome is not RequeueOutcome.UNREACHABLE or self._clock() >= until:
                 return reply, None
-            self._sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self._check_fence()
-            settled = self._settled(again=True)
+            pause = self._pause(pause, began)
+            settled = self._explained() or self._settled(again=True)
             if settled is not None:
                 return reply, settled
 

@@ -28,6 +28,7 @@ __all__ = [
     "nodes_of",
     "open_ledger",
     "partition_of",
+    "partitions_named",
 ]
 
 #: How the ledger is weighed, everywhere.
@@ -154,13 +155,16 @@ def nodes_of(partitions: Iterable[PartitionRecord], names: str | None) -> frozen
 
 def partition_of(slurm: Slurm, names: str | None) -> frozenset[str] | None:
     """As ``nodes_of``, by asking Slurm; None where it does not say.  Never raises a Slurm error."""
-    if not names:
-        return None
+    return nodes_of(partitions_named(slurm, names), names) if names else None
+
+
+def partitions_named(slurm: Slurm, names: str | None) -> tuple[PartitionRecord, ...]:
+    """The partitions (with commas) that Slurm knows; none where it does not answer."""
     try:
-        records = [slurm.show_partition(name.strip()) for name in names.split(",")]
+        records = [slurm.show_partition(name.strip()) for name in (names or "").split(",") if name]
     except (SlurmCommandError, ConfigError):
-        return None
-    return nodes_of([record for record in records if record is not None], names)
+        return ()
+    return tuple(record for record in records if record is not None)
 
 
 def names_in(expression: str | None) -> tuple[str, ...] | None:

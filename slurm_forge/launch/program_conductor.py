@@ -26,6 +26,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.program_end import ProgramEnd, ended
 from slurm_forge.launch.program_process import ProgramProcess
 from slurm_forge.launch.program_progress import ProgressWatch
+from slurm_forge.launch.questions import LAST_QUERY_OF_STOP_S, LAST_QUERY_S
 from slurm_forge.launch.seen import Seen
 from slurm_forge.launch.sentinel_step import SentinelStep
 from slurm_forge.launch.timing import Timing
@@ -40,7 +41,6 @@ _TICK_S = 0.05
 _FILES_EVERY_S = 1.0
 _FENCE_EVERY_S = 5.0
 _ASK_AGAIN_S = 5.0
-_LAST_QUERY_S = 3.0
 #: Where no sentinel hears of a preemption, Slurm is asked: this seldom, for the sake of those who
 #: run thousands of jobs.
 _ASK_SELDOM_S = 20.0
@@ -198,7 +198,10 @@ class ProgramConductor:
     def _take(self, what: str, source: str) -> None:
         seen = self._seen
         if source == _BATCH:
+            first = not seen.batch_signals and seen.stop_asked is not None
             seen.batch_signals.append(what)
+            if first:  # what Slurm said before does not explain it
+                seen.evidence_query = self._watch.ask()
         elif source == _STEPS:
             seen.rank_signals.append(what)
         else:
@@ -215,7 +218,7 @@ class ProgramConductor:
             return
         self._note(NoticeSeen(what=what, source=source))
         seen.stop_asked = self._clock()
-        seen.stop_query = self._watch.ask()
+        seen.stop_query = seen.evidence_query = self._watch.ask()
         self._next_query = seen.stop_asked + _ASK_AGAIN_S
         # The tasks of steps were sent what the sentinel was, which is one of them.
         known = source == _STEPS and what == self._how.signal
@@ -279,12 +282,14 @@ class ProgramConductor:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._take(*self._words.get_nowait())
-        if not self._watch.asking:
-            self._watch.ask()
-        until = self._clock() + _LAST_QUERY_S
-        while self._watch.asking and self._clock() < until:
+        watch = self._watch
+        seen.evidence_query = watch.ask()
+        stop = seen.stop_asked is not None
+        until = self._clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)
+        while watch.latest_query < seen.evidence_query and watch.asking and self._clock() < until:
             self._take_record(self._clock())
             time.sleep(_TICK_S)
+        self._take_record(self._clock())
 
     def _facts(self) -> LaunchFacts:
         seen, status = self._seen, self._process.poll()
@@ -294,7 +299,7 @@ class ProgramConductor:
             step=self._progress.step,
             job_first=seen.first_record,
             job=seen.notice_record,
-            job_now=self._watch.latest,
+            job_now=self._watch.since(seen.evidence_query),
             restart_count=self._restart_count,
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,

@@ -96,6 +96,11 @@ class ProgramSignals:
             with self._lock:
                 self._conductor = None
 
+    def batch_signals_since(self) -> tuple[str, ...]:
+        """Those for the batch step since the last start ended."""
+        with self._lock:
+            return tuple(name for name, of_batch in self._early if of_batch)
+
     def wait(self, seconds: float) -> None:
         """Between two starts; a signal ends the wait, for the next start to act on."""
         if seconds > 0 and not self._early and not self.stopping:

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.seen import Seen
 
-__all__ = ["Questions"]
+__all__ = ["LAST_QUERY_OF_STOP_S", "LAST_QUERY_S", "Questions"]
 
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
 _TICK_S = 0.05
 #: How long the last question to Slurm may hold up what comes after the launch.
-_LAST_QUERY_S = 3.0
+LAST_QUERY_S = 3.0
+#: The same where somebody wants the nodes: the intent to come back has to be on disk first, and
+#: whoever carries it out waits for the answer.
+LAST_QUERY_OF_STOP_S = 1.0
 _LAST_QUERIES = 2
 
 
@@ -29,8 +32,12 @@ class Questions:
 
     def stop_asked(self, now: float) -> None:
         """A stop is asked for: why, and until when, Slurm knows."""
-        self._seen.stop_query = self._watch.ask()
+        self._seen.stop_query = self._seen.evidence_query = self._watch.ask()
         self._next_stop_query = now + _ASK_AGAIN_S
+
+    def batch_signalled(self) -> None:
+        """The batch step got its first signal: what Slurm said before does not explain it."""
+        self._seen.evidence_query = self._watch.ask()
 
     def look(self, now: float) -> None:
         """Take an answer that has come; ask again where one is still missing."""
@@ -52,17 +59,20 @@ class Questions:
 
         ``signals`` says whether the batch step got any since it was called last.
         """
-        notice = self._seen.notice_record
+        seen, watch = self._seen, self._watch
+        notice = seen.notice_record
         # The batch step hears of a preemption at the end of its grace time, of scancel at once.
         preempted = notice is not None and notice.preempt_time is not None
-        known = preempted and not self._seen.batch_signals
-        if self._seen.is_finished or self._seen.deadline_passed or known:
+        known = preempted and not seen.batch_signals
+        if seen.is_finished or seen.deadline_passed or known:
             return  # nothing to learn, or no time left for it
         for _ in range(_LAST_QUERIES):
-            if not self._watch.asking:
-                self._watch.ask()
-            until = self._clock() + _LAST_QUERY_S
-            while self._watch.asking and self._clock() < until:
+            seen.evidence_query = watch.ask()
+            stop = seen.stop_asked is not None
+            until = self._clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)
+            while watch.latest_query < seen.evidence_query and watch.asking:
+                if self._clock() >= until:
+                    break
                 self.look(self._clock())
                 time.sleep(_TICK_S)
             self.look(self._clock())

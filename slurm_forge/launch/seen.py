@@ -64,6 +64,9 @@ class Seen:
     stop_asked: float | None = None
     #: The first query to Slurm that was begun after the stop was asked for.
     stop_query: int = 0
+    #: The first query that was begun after the newest signal or the launch's end: Slurm's earlier
+    #: answers say nothing about either.
+    evidence_query: int = 0
     #: The last save asked for, until it is agreed, and then the step at which it comes.
     save_request: int | None = None
     save_step: int = 0

@@ -108,7 +108,15 @@ def supervise(
         return 0
     watch = JobWatch(slurm, environment.job_ref)
     try:
-        back = way_back(begun, slurm, environment, watch, variables=variables, script=script)
+        back = way_back(
+            begun,
+            slurm,
+            environment,
+            watch,
+            variables=variables,
+            script=script,
+            signals=lambda: current.early,
+        )
         back.prepare()
         return _Supervisor(
             begun, payload, environment, variables, watch, back, current, slurm
@@ -217,6 +225,7 @@ class _Supervisor:
                         facts,
                         seats=seats,
                         outlives_nodes=self._seating.outlives,
+                        grace=self._back.grace_time,
                         ranks_per_task=seats.tasks_per_node
                         if by_torchrun(self._attempt.file)
                         else 1,

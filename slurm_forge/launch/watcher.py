@@ -210,7 +210,9 @@ class Watcher:
                 self._slurm.update_job(finding.job, JobUpdate(start_after=timedelta(0)))
                 return Found(path, finding, f"job {finding.job} may start now")
             if finding.remedy is Remedy.RECONCILE:
-                brought = reconcile(run, self._slurm, sleep=self._sleep, clock=self._clock)
+                brought = reconcile(
+                    run, self._slurm, sleep=self._sleep, clock=self._clock, by_person=False
+                )
             else:
                 brought = self._restart(run, seen)
         except (ForgeError, OSError) as error:

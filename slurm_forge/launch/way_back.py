@@ -13,7 +13,8 @@ from slurm_forge.launch.chain import chain_of
 from slurm_forge.launch.chain_ladder import ChainLadder
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.ladder import Ladder
+from slurm_forge.launch.ladder import Explain, Ladder
+from slurm_forge.launch.stop_explanation import StopExplanation
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.spec.run_file import RunFile
@@ -32,6 +33,7 @@ def ladder_of(
     fence: Callable[[], None],
     patience: timedelta,
     successor: str | None = None,
+    explain: Explain | None = None,
 ) -> Ladder:
     """The ladder of the run in ``file``, whose attempt is the ``job``."""
     chain = chain_of(job, file.job.chain, slurm)
@@ -46,6 +48,7 @@ def ladder_of(
             successor=successor,
             patience=patience,
             only_hold=file.only_hold,
+            explain=explain,
         )
     return ChainLadder(
         slurm,
@@ -58,6 +61,7 @@ def ladder_of(
         successor=successor,
         patience=patience,
         only_hold=file.only_hold,
+        explain=explain,
     )
 
 
@@ -69,10 +73,12 @@ def way_back(
     *,
     variables: Mapping[str, str],
     script: Path | None,
+    signals: Callable[[], tuple[str, ...]],
 ) -> ComingBack:
     """How this attempt's run comes back; the newest record of the job is what ``watch`` has seen.
 
-    ``script`` is what a successor is submitted with, None where there is none.
+    ``script`` is what a successor is submitted with, None where there is none.  ``signals`` are
+    those for the batch step since the last launch ended.
     """
     ladder = ladder_of(
         attempt.file,
@@ -84,6 +90,7 @@ def way_back(
         fence=attempt.fence,
         successor=attempt.state().successor_of(environment.job_ref),
         patience=attempt.file.job.recovery.limits.controller_patience,
+        explain=StopExplanation(attempt, signals),
     )
     return ComingBack(
         attempt,

@@ -22,7 +22,7 @@ from slurm_forge.recovery.vanished import vanished
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
-__all__ = ["LaunchFacts", "LostRank", "RankFailure", "classify"]
+__all__ = ["LaunchFacts", "LostRank", "RankFailure", "classify", "is_unexplained"]
 
 #: What a rank may say when a process of the launch, its own loader worker for one, was killed.
 _MAY_BE_MEMORY = frozenset({Cause.NCCL_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.HOST_OOM})
@@ -140,6 +140,8 @@ def _judge(facts: LaunchFacts) -> Judged:
         from_slurm = of_a_stop(facts)
         if from_slurm is not None:
             return from_slurm
+    if facts.batch_signals and facts.job is None and facts.job_now is None:
+        return _not_known_yet(facts)  # whatever ranks say or do from here on follows from it
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
     silent = vanished(facts)
@@ -169,10 +171,23 @@ def _judge(facts: LaunchFacts) -> Judged:
     told = killed_for_memory(facts) or node_lost(facts)
     unexplained = facts.stopped_at is not None or not (told or facts.failures)
     if heard and unexplained and not by_srun_alone(facts):
-        signals = ", ".join((*facts.rank_signals, *facts.batch_signals))
-        text = f"{signals} without anything in Slurm's records that explains it"
-        return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)
+        return _not_known_yet(facts)
     return of_a_silence(facts)
+
+
+def _not_known_yet(facts: LaunchFacts) -> Judged:
+    """A stop that nothing explains so far: treated as a preemption until Slurm says more."""
+    signals = ", ".join((*facts.rank_signals, *facts.batch_signals)) or "the end of the time"
+    if facts.job is None and facts.job_now is None:
+        text = f"{signals}; Slurm has not answered since, so the cause is not known yet"
+    else:
+        text = f"{signals} without anything in Slurm's records that explains it"
+    return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)
+
+
+def is_unexplained(incident: Incident) -> bool:
+    """Whether the launch was stopped, and nothing has explained by whom and why."""
+    return incident.cause is Cause.PREEMPTED and incident.confidence is Confidence.GUESS
 
 
 def _by_last_words(facts: LaunchFacts, first: RankFailure) -> Judged:

@@ -65,10 +65,12 @@ class WorkerEnd:
 class LaunchFacts:
     """Everything seen of a launch that has ended, or must.
 
-    ``job_first`` is what Slurm said of the job when the launch began, ``job`` at the first notice
-    (later its state only says that it is ending), ``job_now`` at the end.  ``due_time_limit``: our
-    own clock asked for the stop because the recorded end was near; ``planned_end`` is that end
-    where only the job file knows it.
+    ``job_first`` is what Slurm said of the job when the launch began, ``job`` in answer to the
+    first question after the first notice (later its state only says that it is ending), ``job_now``
+    in answer to one that was asked after everything else that is told here.  Both are None where
+    there was no such answer: an earlier one explains nothing.  ``due_time_limit``: our own clock
+    asked for the stop because the recorded end was near; ``planned_end`` is that end where only the
+    job file knows it.
     """
 
     now: datetime
@@ -81,6 +83,9 @@ class LaunchFacts:
     job_first: JobRecord | None = None
     job: JobRecord | None = None
     job_now: JobRecord | None = None
+    #: How much notice the job's partition gives of a preemption; None where that is not known, or
+    #: preemption does not go by partition.
+    grace: timedelta | None = None
     lead: timedelta = timedelta(0)
     planned_end: datetime | None = None
     stop_file: bool = False
@@ -118,6 +123,8 @@ class LaunchFacts:
     nodes: tuple[NodeRecord, ...] = ()
     #: What accounting knows of the launch's own step.
     rows: tuple[AccountingRecord, ...] = ()
+    #: What it knows of this start of the job, where the job's record alone does not tell.
+    job_rows: tuple[AccountingRecord, ...] = ()
     #: Ranks that were still connected at the end, and had not been heard of for seconds.
     mute: tuple[LostRank, ...] = ()
     #: Where the ranks were, as far as whoever started them knows.

@@ -19,7 +19,7 @@ from slurm_forge.slurm.srun_words import (
     step_cancelled,
     task_ends,
 )
-from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "is_ending",
     "killed_for_memory",
     "launcher_words",
+    "needs_accounting",
     "node_lost",
     "of_a_stop",
     "of_node",
@@ -94,7 +95,7 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     Slurm's sources); what tells a requeue from a cancellation is that ``Restarts`` has gone up.
     """
     records = [job for job in (facts.job, facts.job_now) if job is not None]
-    cancelled = _cancelled_early(facts)
+    cancelled = _cancelled_early(facts) or _cancelled_with_the_notice(facts)
     if cancelled is not None:
         return cancelled
     for job in records:
@@ -127,6 +128,56 @@ def _cancelled_early(facts: LaunchFacts) -> Judged | None:
         f"({_clock(noticed.end_time)})"
     )
     return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
+
+
+def _ended_in_grace(facts: LaunchFacts) -> JobRecord | None:
+    """The record of a job that ends inside, or at the end of, the grace time of a preemption.
+
+    By itself it does not tell who ends it: PreemptTime stays set after a ``scancel`` (tried on
+    22.05.8 and 26.05.3).
+    """
+    for job in (facts.job_now, facts.job):
+        if job is not None and job.preempt_time is not None:
+            ending = job.state in (JobState.COMPLETING, JobState.CANCELLED)
+            again = job.restarts > _before(facts, job.restarts)
+            return job if ending and not again else None
+    return None
+
+
+def _cancelled_with_the_notice(facts: LaunchFacts) -> Judged | None:
+    """A ``scancel`` so close to the notice that no record shows the end of the grace time.
+
+    Accounting has the cancellation at once (tried on 26.05.3), else the grace time is too short.
+    """
+    job = _ended_in_grace(facts)
+    if job is None:
+        return None
+    text = f"PreemptTime={_clock(job.preempt_time)} EndTime={_clock(job.end_time)}"
+    row = facts.job_rows[-1] if facts.job_rows else None
+    if row is not None and row.state is not JobState.RUNNING:
+        if row.state is not JobState.CANCELLED:
+            return None
+        who = Evidence("sacct", f"State={row.state_text}")
+        return Cause.USER_CANCELLED, Confidence.CERTAIN, (who, Evidence("scontrol", text))
+    if facts.grace is None or job.end_time is None or job.preempt_time is None:
+        return None
+    if job.end_time >= job.preempt_time + facts.grace - timedelta(seconds=1):
+        return None
+    text = f"{text}, before the end of the grace time of {facts.grace.total_seconds():.0f} s"
+    return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
+
+
+def needs_accounting(facts: LaunchFacts) -> bool:
+    """Whether only accounting can tell a person's wish from an end by Slurm.
+
+    That is a job that ends in the grace time of a preemption, and a cancelled step of one that,
+    by its record, goes on undisturbed: what a preemption looks like, too, before Slurm shows it.
+    """
+    if _ended_in_grace(facts) is not None:
+        return True
+    records = [job for job in (facts.job, facts.job_now) if job is not None]
+    known = any(job.preempt_time is not None for job in records) or _by_records(facts, records)
+    return not known and bool(facts.rank_signals) and _step_cancelled(facts, records) is not None
 
 
 def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
@@ -199,7 +250,11 @@ def by_srun_alone(facts: LaunchFacts) -> bool:
 
 
 def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
-    """Where the records don't tell, or can't be had: what slurmstepd has printed."""
+    """Where the records don't tell, or can't be had: what slurmstepd has printed.
+
+    Without a record that was asked for afterwards the words of a step alone are no evidence of a
+    person's wish: a preemption begins with the same ones.
+    """
     printed = _printed(facts)
     if facts.due_time_limit:
         end = _clock(facts.planned_end)
@@ -213,13 +268,23 @@ def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
     if of_job and facts.batch_signals:
         source, each = of_job[-1]
         return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence(source, each.text),)
-    # The grace time of a preemption begins with the same line; then PreemptTime is set.
-    undisturbed = not facts.failures and not facts.lost
-    if records and printed and undisturbed and not facts.batch_signals:
-        source, each = printed[-1]
-        state = Evidence("scontrol", f"JobState={records[-1].state.value} PreemptTime=None")
-        return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence(source, each.text), state)
-    return None
+    return _step_cancelled(facts, records)
+
+
+def _step_cancelled(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
+    """A ``scancel`` of the step: Slurm's words for it, and a job that goes on.
+
+    The grace time of a preemption begins with the same line, and PreemptTime is set by then.
+    Accounting, where it answers, knows who cancelled the step.
+    """
+    printed = _printed(facts)
+    if facts.failures or facts.lost or facts.batch_signals or not records or not printed:
+        return None
+    if any(row.cancelled_by is None and row.state in TERMINAL for row in facts.rows):
+        return None
+    source, each = printed[-1]
+    state = Evidence("scontrol", f"JobState={records[-1].state.value} PreemptTime=None")
+    return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence(source, each.text), state)
 
 
 def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:

@@ -125,7 +125,7 @@ class LaunchTelling:
             case ev.StopAgreed():
                 self.agreed = event
             case ev.IncidentSeen():
-                self.incidents.append(_Seen(time, event.incident))
+                self._incident(_Seen(time, event.incident))
             case ev.DecisionTaken():
                 self.decisions.append(_Taken(time, event.decision, by_rank_0(record)))
             case ev.CheckpointCommitted():
@@ -152,11 +152,19 @@ class LaunchTelling:
         event = record.event
         match event:
             case ev.IncidentSeen():
-                self.incidents.append(_Seen(seen, event.incident, found_out=record.time))
+                self._incident(_Seen(seen, event.incident, found_out=record.time))
             case ev.DecisionTaken():
                 self.decisions.append(_Taken(record.time, event.decision, by_rank_0=False))
             case _:
                 pass
+
+    def _incident(self, seen: _Seen) -> None:
+        """What comes again under its id is the same incident, better known by then."""
+        for index, each in enumerate(self.incidents):
+            if each.incident.id == seen.incident.id:
+                self.incidents[index] = replace(each, incident=seen.incident)
+                return
+        self.incidents.append(seen)
 
     def _is_program(self) -> bool:
         """Whether no rank of ours was in it: a program that slurm-forge exec has started."""
@@ -271,6 +279,8 @@ class LaunchTelling:
     def _told_incidents(self, beyond: Beyond) -> tuple[s.IncidentStory, ...]:
         first: dict[str, _Taken] = {}
         for taken in self.decisions:
+            if taken.decision.action is Action.STOP:  # it was cancelled after all
+                first[taken.decision.incident_id] = taken
             first.setdefault(taken.decision.incident_id, taken)
         told = []
         for seen in self.incidents:

@@ -45,7 +45,7 @@ from slurm_forge.slurm.records import (
 from slurm_forge.slurm.sbatch_variables import without_overrides
 from slurm_forge.units import format_slurm_duration
 
-__all__ = ["JobUpdate", "Slurm", "SubprocessSlurm"]
+__all__ = ["COMMAND_NOT_FOUND", "JobUpdate", "Slurm", "SubprocessSlurm"]
 
 # A leading dash would be an option, a comma or a bracket would name further jobs.
 _JOB = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?")
@@ -319,7 +319,7 @@ class SubprocessSlurm:
         try:
             done = self._ask("scontrol", verb, _job(job))
         except SlurmUnreachableError as error:
-            missing = error.returncode == _NOT_THERE
+            missing = error.returncode == COMMAND_NOT_FOUND
             outcome = RequeueOutcome.NO_COMMAND if missing else RequeueOutcome.UNREACHABLE
             return RequeueReply(outcome, error.stderr)
         return RequeueReply(requeue_outcome(done), done.stderr.strip())
@@ -335,7 +335,7 @@ class SubprocessSlurm:
         except OSError as error:
             raise SlurmUnreachableError(
                 argv,
-                _NOT_THERE,
+                COMMAND_NOT_FOUND,
                 f"{argv[0]} can't be started: {error.strerror or error}",
                 next_step=_NO_SLURM,
             ) from None
@@ -348,7 +348,7 @@ class SubprocessSlurm:
 
 
 #: What shells say of a command that does not exist.
-_NOT_THERE = 127
+COMMAND_NOT_FOUND = 127
 _TRY_LATER = "See whether `scontrol ping` answers, and try again when it does."
 _CORRECTED = (
     ("invalid partition", "Write one that `sinfo -s` lists: resources.partition."),

@@ -335,7 +335,8 @@ def test_a_signal_while_slurm_is_asked_for_its_last_word_is_heard(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And Slurm is asked again: its answer may be from before."""
-    monkeypatch.setattr(questions_module, "_LAST_QUERY_S", WITHIN_S * SPEED)
+    for name in ("LAST_QUERY_S", "LAST_QUERY_OF_STOP_S"):
+        monkeypatch.setattr(questions_module, name, WITHIN_S * SPEED)
     stage.start()
     slurm = stage.slurm
     slurm.open.clear()

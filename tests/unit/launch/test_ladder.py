@@ -210,7 +210,7 @@ def test_a_busy_controller_is_asked_again_and_not_for_ever(run: RunDirectory) ->
 
 def test_a_controller_that_is_away_is_waited_for_and_not_for_ever(run: RunDirectory) -> None:
     waits = Waits()
-    back = ScriptedSlurm([*[RequeueOutcome.UNREACHABLE] * 9, RequeueOutcome.REQUEUED])
+    back = ScriptedSlurm([*[RequeueOutcome.UNREACHABLE] * 26, RequeueOutcome.REQUEUED])
     assert climb(run, back, waits=waits).taken is Taken.REQUEUED
     assert 60 < waits.now() < PATIENCE.total_seconds()
     silent, waits = ScriptedSlurm([RequeueOutcome.UNREACHABLE]), Waits()

@@ -1,0 +1,71 @@
+"""What a launch was stopped for, where Slurm had not said so by the time that it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from slurm_forge.launch.attempt import Attempt
+from slurm_forge.recovery import LaunchFacts, classify
+from slurm_forge.recovery.classify import is_unexplained
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["StopExplanation"]
+
+
+class StopExplanation:
+    """Explains the end of one attempt's last launch by what Slurm says later; for one thread.
+
+    Args:
+        attempt: Writes a better-informed incident into its journal, and that the run stops where
+            somebody has cancelled the job.
+        signals: Every signal for the batch step since the launch ended: what Slurm said before
+            one explains nothing any more.
+        now: The wall clock.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        signals: Callable[[], tuple[str, ...]] = tuple,
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._attempt = attempt
+        self._signals = signals
+        self._now = now
+        self._explained: tuple[str, ...] = ()
+        self._asked_with: tuple[str, ...] | None = None
+        self._is_explained = False
+
+    def is_needed(self) -> bool:
+        """Whether Slurm has to be asked; its next answer explains the signals that came so far."""
+        signals = self._signals()
+        incident = self._attempt.incident
+        open_ = incident is not None and is_unexplained(incident) and not self._is_explained
+        self._asked_with = signals
+        return open_ or len(signals) > len(self._explained)
+
+    def cause(self, record: JobRecord | None) -> Cause | None:
+        """The cause by ``record``, which was asked for after ``is_needed``.
+
+        Without a record, on a node that has no command to ask with: a plain ``scancel`` signals
+        the batch step in the same moment, so that a stop which spared it is none; None where the
+        batch step was signalled, too.
+        """
+        attempt = self._attempt
+        signals = () if self._asked_with is None else self._asked_with
+        facts = attempt.facts or LaunchFacts(now=self._now())
+        facts = replace(
+            facts,
+            now=self._now(),
+            job_now=record,
+            batch_signals=tuple(dict.fromkeys((*facts.batch_signals, *signals))),
+        )
+        incident = classify(facts, attempt.incident_id)
+        if record is None and is_unexplained(incident):
+            return None if facts.batch_signals else Cause.PREEMPTED
+        self._explained, self._is_explained = signals, True
+        attempt.learn(incident)
+        return incident.cause
