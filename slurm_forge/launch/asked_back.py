@@ -244,7 +244,7 @@ def reconcile(
             if end is None and not by_person and _is_unexplained(state):
                 text = (
                     f"Slurm does not know job {intent.job} any more, and whether somebody has "
-                    f"cancelled it is not known; slurm-forge reconcile {run.name} lets the run go on"
+                    f"cancelled it is not known; to continue: slurm-forge reconcile {run.name}"
                 )
                 return Brought(intent.job, text, changed=False)
             ladder = Ladder(

@@ -237,7 +237,7 @@ class Embedded:
             fence=self._attempt.fence,
             patience=self._attempt.file.job.recovery.limits.controller_patience,
             only_hold=self._attempt.file.only_hold,
-            explain=StopExplanation(self._attempt),
+            explain=StopExplanation(slurm, self._attempt),
         )
 
     def _wait(self, seconds: float) -> None:

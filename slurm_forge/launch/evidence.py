@@ -24,9 +24,11 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["gathered", "left_behind", "tail_of"]
+__all__ = ["gathered", "left_behind", "tail_of", "with_accounting"]
 
 _PATIENCE = timedelta(seconds=4)
+#: Slurm is about to kill us.
+_LITTLE_PATIENCE = timedelta(seconds=2)
 _TAIL = 1 << 16
 _MOST_LOGS = 8
 #: Slurm's clock is in whole seconds, and another machine's.
@@ -58,8 +60,8 @@ def gathered(
     facts = _with_last_words(facts, run, attempt, launch)
     if batch_output is not None and (facts.batch_signals or facts.rank_signals):
         facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
-    if slurm is not None and job and needs_accounting(facts):
-        facts = _with_accounting(facts, job, slurm, since)
+    if slurm is not None and job:
+        facts = with_accounting(facts, job, slurm, since)
     missed = (*facts.lost, *(facts.mute if facts.outlives_nodes else ()))
     if not missed:
         return facts
@@ -69,7 +71,7 @@ def gathered(
         return facts
     if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
-    asked = _quick(slurm)
+    asked = _limited(slurm, _PATIENCE)
     hosts = tuple(dict.fromkeys(each.host for each in missed if each.host != "?"))
     with contextlib.suppress(ForgeError, ValueError):
         facts = replace(facts, nodes=asked.show_nodes(hosts))
@@ -79,19 +81,21 @@ def gathered(
     return facts
 
 
-def _with_accounting(
-    facts: LaunchFacts, job: str, slurm: Slurm, since: datetime | None
+def with_accounting(
+    facts: LaunchFacts, job: str, slurm: Slurm, since: datetime | None = None
 ) -> LaunchFacts:
     """What tells a person's wish from an end by Slurm, where the job's record does not."""
+    if not needs_accounting(facts):
+        return facts
     with contextlib.suppress(ForgeError):
-        rows = _quick(slurm).accounting(job)
-        starts = tuple(row for row in rows if row.step is None)[-1:]
+        rows = _limited(slurm, _LITTLE_PATIENCE).accounting(job)
+        starts = tuple(row for row in rows if row.step is None)
         return replace(facts, rows=_newest_step(rows, since), job_rows=starts)
     return facts
 
 
-def _quick(slurm: Slurm) -> Slurm:
-    return slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
+def _limited(slurm: Slurm, timeout: timedelta) -> Slurm:
+    return slurm.with_timeout(timeout) if isinstance(slurm, SubprocessSlurm) else slurm
 
 
 def _agents_know(facts: LaunchFacts) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
@@ -18,12 +20,20 @@ _LONGEST_COMMENT = 200
 class JobWatch:
     """The latest record of one job; ``ask`` returns at once, ``latest`` is what came back.
 
-    For one thread.  Queries are numbered from 1, so that an answer from before an event can be told
+    For one thread.  ``background`` runs a query beside it, on a thread unless told otherwise.
+    Queries are numbered from 1, so that an answer from before an event can be told
     from one after it.
     """
 
-    def __init__(self, slurm: Slurm | None, job: str) -> None:
+    def __init__(
+        self,
+        slurm: Slurm | None,
+        job: str,
+        *,
+        background: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
         self._slurm = slurm
+        self._background = background or _in_thread
         self._job = job
         self._asking: Future[JobRecord | None] | None = None
         self._begun = 0
@@ -43,13 +53,7 @@ class JobWatch:
             return self._begun
         self._begun += 1
         self._asking = Future()
-        # A daemon: a controller that does not answer must not keep this process from ending.
-        threading.Thread(
-            target=_ask,
-            args=(self._slurm, self._job, self._asking),
-            name="forge-scontrol",
-            daemon=True,
-        ).start()
+        self._background(partial(_ask, self._slurm, self._job, self._asking))
         return self._begun
 
     def since(self, query: int) -> JobRecord | None:
@@ -64,9 +68,7 @@ class JobWatch:
         if self._slurm is None or self._closed:
             return
         line = "".join(each if each.isprintable() else " " for each in text)[:_LONGEST_COMMENT]
-        threading.Thread(
-            target=_comment, args=(self._slurm, self._job, line), name="forge-comment", daemon=True
-        ).start()
+        self._background(partial(_comment, self._slurm, self._job, line))
 
     @property
     def asking(self) -> bool:
@@ -95,6 +97,11 @@ class JobWatch:
         """Give up on a query under way (it has its own timeout)."""
         self._closed = True
         self._again = False
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    # A daemon: a controller that does not answer must not keep this process from ending.
+    threading.Thread(target=work, name="forge-scontrol", daemon=True).start()
 
 
 def _ask(slurm: Slurm, job: str, answer: Future[JobRecord | None]) -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.evidence import with_accounting
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import is_unexplained
+from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.cause import Cause
 
@@ -19,6 +21,7 @@ class StopExplanation:
     """Explains the end of one attempt's last launch by what Slurm says later; for one thread.
 
     Args:
+        slurm: Answers for accounting, where the job's record alone does not tell.
         attempt: Writes a better-informed incident into its journal, and that the run stops where
             somebody has cancelled the job.
         signals: Every signal for the batch step since the launch ended: what Slurm said before
@@ -28,10 +31,12 @@ class StopExplanation:
 
     def __init__(
         self,
+        slurm: Slurm,
         attempt: Attempt,
         signals: Callable[[], tuple[str, ...]] = tuple,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
+        self._slurm = slurm
         self._attempt = attempt
         self._signals = signals
         self._now = now
@@ -63,6 +68,8 @@ class StopExplanation:
             job_now=record,
             batch_signals=tuple(dict.fromkeys((*facts.batch_signals, *signals))),
         )
+        if record is not None:
+            facts = with_accounting(facts, attempt.claim.job, self._slurm)
         incident = classify(facts, attempt.incident_id)
         if record is None and is_unexplained(incident):
             return None if facts.batch_signals else Cause.PREEMPTED

@@ -90,7 +90,7 @@ def way_back(
         fence=attempt.fence,
         successor=attempt.state().successor_of(environment.job_ref),
         patience=attempt.file.job.recovery.limits.controller_patience,
-        explain=StopExplanation(attempt, signals),
+        explain=StopExplanation(slurm, attempt, signals),
     )
     return ComingBack(
         attempt,

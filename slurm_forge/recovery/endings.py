@@ -11,28 +11,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from slurm_forge.recovery.launch_facts import RankFailure
-from slurm_forge.recovery.slurm_says import of_node
+from slurm_forge.recovery.slurm_says import BY_STATE, SAME_START, of_node
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
 __all__ = ["Ending", "cause_of_ending", "is_cancelled", "supervisor_lost"]
-
-#: Slurm notes the start of a job a moment before its batch script does, clocks differ by a little.
-_SAME_START = timedelta(seconds=60)
-
-_BY_STATE = {
-    JobState.PREEMPTED: Cause.PREEMPTED,
-    JobState.TIMEOUT: Cause.TIME_LIMIT,
-    JobState.DEADLINE: Cause.TIME_LIMIT,
-    JobState.NODE_FAIL: Cause.NODE_FAIL,
-    JobState.BOOT_FAIL: Cause.NODE_FAIL,
-    JobState.OUT_OF_MEMORY: Cause.HOST_OOM,
-    JobState.CANCELLED: Cause.USER_CANCELLED,
-    JobState.REQUEUED: Cause.ADMIN_REQUEUE,
-    JobState.FAILED: Cause.CRASH,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +67,12 @@ def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     if told is not None and (row is None or row.state is JobState.FAILED):
         words = Evidence(f"rank {told.rank} on {told.host}", told.text)
         return told.cause, Confidence.LIKELY, (words, silence)
-    if row is not None and row.state in _BY_STATE:
+    if row is not None and row.state in BY_STATE:
         text = f"State={row.state_text}"
         if row.exit_code is not None:
             text += f" ExitCode={row.exit_code[0]}:{row.exit_code[1]}"
         said = Evidence("sacct", text)
-        cause = _BY_STATE[row.state]
+        cause = BY_STATE[row.state]
         sure = Confidence.LIKELY if cause is Cause.CRASH else Confidence.CERTAIN
         of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
         return cause, sure, (said, *of_nodes, silence)
@@ -123,9 +108,9 @@ def _row(ending: Ending) -> AccountingRecord | None:
         row
         for row in ending.rows
         if row.step is None
-        and row.state in _BY_STATE  # the start after it may have its own row already
+        and row.state in BY_STATE  # the start after it may have its own row already
         and row.start_time is not None
-        and row.start_time <= ending.started + _SAME_START
+        and row.start_time <= ending.started + SAME_START
         and (row.end_time is None or row.end_time >= ending.started)
     ]
     return max(found, key=lambda row: row.start_time or ending.started, default=None)

@@ -123,7 +123,7 @@ class LaunchFacts:
     nodes: tuple[NodeRecord, ...] = ()
     #: What accounting knows of the launch's own step.
     rows: tuple[AccountingRecord, ...] = ()
-    #: What it knows of this start of the job, where the job's record alone does not tell.
+    #: What it knows of the job's starts, where the job's record alone does not tell.
     job_rows: tuple[AccountingRecord, ...] = ()
     #: Ranks that were still connected at the end, and had not been heard of for seconds.
     mute: tuple[LostRank, ...] = ()

@@ -23,6 +23,8 @@ from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = [
+    "BY_STATE",
+    "SAME_START",
     "Judged",
     "by_srun_alone",
     "failed_node",
@@ -38,6 +40,21 @@ __all__ = [
 
 #: Cause, confidence, and what that rests on.
 Judged = tuple[Cause, Confidence, tuple[Evidence, ...]]
+
+#: How accounting's words for the end of a job's start are to be understood.
+BY_STATE = {
+    JobState.PREEMPTED: Cause.PREEMPTED,
+    JobState.TIMEOUT: Cause.TIME_LIMIT,
+    JobState.DEADLINE: Cause.TIME_LIMIT,
+    JobState.NODE_FAIL: Cause.NODE_FAIL,
+    JobState.BOOT_FAIL: Cause.NODE_FAIL,
+    JobState.OUT_OF_MEMORY: Cause.HOST_OOM,
+    JobState.CANCELLED: Cause.USER_CANCELLED,
+    JobState.REQUEUED: Cause.ADMIN_REQUEUE,
+    JobState.FAILED: Cause.CRASH,
+}
+#: Slurm notes the start of a job a moment before its batch script does, clocks differ by a little.
+SAME_START = timedelta(seconds=60)
 
 #: A signal that comes within this time of the recorded end, lead and Slurm's own scan included.
 _SIGNAL_EARLY = timedelta(seconds=90)
@@ -95,7 +112,10 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     Slurm's sources); what tells a requeue from a cancellation is that ``Restarts`` has gone up.
     """
     records = [job for job in (facts.job, facts.job_now) if job is not None]
-    cancelled = _cancelled_early(facts) or _cancelled_with_the_notice(facts)
+    certain = _by_accounting(facts)
+    if certain is not None:
+        return certain
+    cancelled = _cancelled_early(facts) or _before_the_grace_is_over(facts)
     if cancelled is not None:
         return cancelled
     for job in records:
@@ -133,8 +153,8 @@ def _cancelled_early(facts: LaunchFacts) -> Judged | None:
 def _ended_in_grace(facts: LaunchFacts) -> JobRecord | None:
     """The record of a job that ends inside, or at the end of, the grace time of a preemption.
 
-    By itself it does not tell who ends it: PreemptTime stays set after a ``scancel`` (tried on
-    22.05.8 and 26.05.3).
+    By itself it does not tell who ends it: PreemptTime stays set after a ``scancel``, also where
+    that comes in the moment of the notice (tried on 22.05.8 and 26.05.3).
     """
     for job in (facts.job_now, facts.job):
         if job is not None and job.preempt_time is not None:
@@ -144,40 +164,49 @@ def _ended_in_grace(facts: LaunchFacts) -> JobRecord | None:
     return None
 
 
-def _cancelled_with_the_notice(facts: LaunchFacts) -> Judged | None:
-    """A ``scancel`` so close to the notice that no record shows the end of the grace time.
-
-    Accounting has the cancellation at once (tried on 26.05.3), else the grace time is too short.
-    """
+def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
+    """A job that ends sooner than a preemption would end it: somebody has cancelled it."""
     job = _ended_in_grace(facts)
-    if job is None:
-        return None
-    text = f"PreemptTime={_clock(job.preempt_time)} EndTime={_clock(job.end_time)}"
-    row = facts.job_rows[-1] if facts.job_rows else None
-    if row is not None and row.state is not JobState.RUNNING:
-        if row.state is not JobState.CANCELLED:
-            return None
-        who = Evidence("sacct", f"State={row.state_text}")
-        return Cause.USER_CANCELLED, Confidence.CERTAIN, (who, Evidence("scontrol", text))
-    if facts.grace is None or job.end_time is None or job.preempt_time is None:
+    if job is None or facts.grace is None or job.end_time is None or job.preempt_time is None:
         return None
     if job.end_time >= job.preempt_time + facts.grace - timedelta(seconds=1):
         return None
-    text = f"{text}, before the end of the grace time of {facts.grace.total_seconds():.0f} s"
+    text = (
+        f"PreemptTime={_clock(job.preempt_time)} EndTime={_clock(job.end_time)}, before the end of "
+        f"the grace time of {facts.grace.total_seconds():.0f} s"
+    )
     return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
 
 
 def needs_accounting(facts: LaunchFacts) -> bool:
-    """Whether only accounting can tell a person's wish from an end by Slurm.
+    """Whether accounting has to tell a person's wish from an end by Slurm.
 
-    That is a job that ends in the grace time of a preemption, and a cancelled step of one that,
-    by its record, goes on undisturbed: what a preemption looks like, too, before Slurm shows it.
+    The job's record says nothing that is certain about either.  Accounting knows at once, while
+    the job is still completing (tried on 22.05.8 and 26.05.3).
     """
-    if _ended_in_grace(facts) is not None:
-        return True
-    records = [job for job in (facts.job, facts.job_now) if job is not None]
-    known = any(job.preempt_time is not None for job in records) or _by_records(facts, records)
-    return not known and bool(facts.rank_signals) and _step_cancelled(facts, records) is not None
+    if facts.job_rows or not (facts.rank_signals or facts.batch_signals):
+        return False
+    judged = of_a_stop(facts)
+    if judged is None or _ended_in_grace(facts) is not None:
+        return judged is not None
+    cause, confidence, _ = judged
+    doubtful = confidence is not Confidence.CERTAIN
+    return doubtful and cause in (Cause.USER_CANCELLED, Cause.ADMIN_REQUEUE)
+
+
+def _by_accounting(facts: LaunchFacts) -> Judged | None:
+    """How accounting says that this start of the job ended, if it has."""
+    began = None if facts.job_first is None else facts.job_first.start_time
+    rows = [
+        row
+        for row in facts.job_rows
+        if row.state in BY_STATE
+        and (began is None or row.start_time is None or row.start_time >= began - SAME_START)
+    ]
+    if not rows:
+        return None
+    evidence = Evidence("sacct", f"State={rows[-1].state_text}")
+    return BY_STATE[rows[-1].state], Confidence.CERTAIN, (evidence,)
 
 
 def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
@@ -192,7 +221,7 @@ def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
             return _requeued(facts, Evidence("scontrol", text))
         if job.state is JobState.PENDING:
             text = f"JobState={job.state.value}, Restarts={job.restarts}"
-            return Cause.ADMIN_REQUEUE, Confidence.LIKELY, (Evidence("scontrol", text),)
+            return _requeued(facts, Evidence("scontrol", text))
     if facts.due_time_limit and records:
         text = f"EndTime={_clock(records[0].end_time)}, lead {facts.lead.total_seconds():.0f} s"
         return Cause.TIME_LIMIT, Confidence.CERTAIN, (Evidence("clock", text),)
@@ -212,13 +241,14 @@ def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
 def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
     """Slurm has put the job back into the queue: at a preemption without grace by itself.
 
-    Which it was no record of the job says (tried on 22.05.8); what slurmstepd prints does.
+    Which it was no record of the job says (tried on 22.05.8); what slurmstepd prints does, and so
+    does accounting.
     """
     for source, each in reversed(_printed(facts)):
         cause = _REASONS.get(each.reason)
         if cause is not None:
             return cause, Confidence.CERTAIN, (Evidence(source, each.text), record)
-    return Cause.ADMIN_REQUEUE, Confidence.LIKELY, (record,)
+    return Cause.ADMIN_REQUEUE, Confidence.GUESS, (record,)
 
 
 def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:

@@ -67,13 +67,17 @@ class Network:
     """What lies between clients and controller.
 
     ``disturb`` is asked before each request; ``down_until`` is when the controller answers again.
-    A request without an answer takes ``patience`` of virtual time.
+    A request without an answer takes ``patience`` of virtual time.  ``latency`` is how long the
+    controller takes before it carries a request out: where that is ``timeout`` or more, the client
+    gives up by then.
     """
 
     def __init__(self) -> None:
         self.disturb: Callable[[Request], Disturbance] = lambda request: Disturbance.NONE
         self.down_until: datetime | None = None
         self.patience = timedelta(0)
+        self.latency: Callable[[Request], timedelta] = lambda request: timedelta(0)
+        self.timeout = timedelta(seconds=20)
         #: Everything that was asked, whether or not it arrived.
         self.asked: list[Request] = []
 
@@ -246,8 +250,12 @@ class FakeClient:
         if disturbance is Disturbance.BUSY:
             raise SlurmCommandError(argv, 1, "Job can not be altered now, try again later")
         if disturbance in (Disturbance.SILENT, Disturbance.RATE_LIMIT):
-            self._wait()
+            self._wait(network.patience)
             raise SlurmUnreachableError(argv, 124, _SILENCE[disturbance])
+        latency = network.latency(request)
+        self._wait(min(latency, network.timeout))
+        if latency >= network.timeout:
+            raise SlurmUnreachableError(argv, 124, _SILENCE[Disturbance.SILENT])
         try:
             answer = carry_out()
         except Refused as error:
@@ -258,14 +266,16 @@ class FakeClient:
                 if self._inside is not None:
                     self._inside.check()
                 return answer
-        self._wait()
+        self._wait(network.patience)
         raise SlurmUnreachableError(argv, 1, "Message receive failure")
 
-    def _wait(self) -> None:
+    def _wait(self, time: timedelta) -> None:
+        if not time:
+            return
         if self._inside is None:
-            self._controller.clock.advance(self._network.patience)
+            self._controller.clock.advance(time)
         else:
-            self._inside.sleep(self._network.patience.total_seconds())
+            self._inside.sleep(time.total_seconds())
 
     def _found(self, job: str) -> list[FakeJob]:
         found = self._controller.found(job)

@@ -221,6 +221,8 @@ class JobLife(Registry):
         if not job.runs:
             return
         job.in_grace = False
+        # Also without a grace time, until it is requeued (tried on 22.05.8 and 26.05.3).
+        job.preempt_time = job.preempt_time or self.clock.now
         if self._returns(job):
             self._back(job, JobState.PREEMPTED)
             self._terminate(job)

@@ -1,0 +1,93 @@
+"""Whatever ends a job, and however late Slurm answers: never dead, never revived after a scancel.
+
+The causes are right, or not known yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.launch import conductor as conductor_module
+from slurm_forge.launch import program_conductor as program_module
+from slurm_forge.launch import questions as questions_module
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.testing.cluster.spec import PartitionPreemption
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from tests.unit.launch.evidence_world import Answers, End, Front, World
+
+RIGHT = {
+    End.PREEMPTION: {Cause.PREEMPTED},
+    End.SCANCEL: {Cause.USER_CANCELLED},
+    End.TIME_LIMIT: {Cause.TIME_LIMIT},
+    End.ADMIN_REQUEUE: {Cause.ADMIN_REQUEUE},
+    End.NODE_DOWN: {Cause.NODE_FAIL},
+}
+REQUEUE, CANCEL = PartitionPreemption.REQUEUE, PartitionPreemption.CANCEL
+CELLS = [
+    *((end, answers, grace, front, REQUEUE)
+      for end, answers, grace, front in itertools.product(End, Answers, (0, 5, 30), Front)),
+    *((End.PREEMPTION, answers, grace, front, CANCEL)
+      for answers, grace, front in itertools.product(Answers, (0, 5, 30), Front)),
+]  # fmt: skip
+SLOW = [pytest.param(*cell, marks=pytest.mark.slow) if cell[2] == 5 else cell for cell in CELLS]
+
+
+class VirtualTime:
+    """``time`` for a conductor whose waiting lets virtual time pass."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def sleep(self, seconds: float) -> None:
+        self._world.batches[-1].start.sleep(seconds)
+
+
+def played(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: End, answers: Answers, grace: float,
+    front: Front, mode: PartitionPreemption = REQUEUE,
+) -> World:  # fmt: skip
+    run = RunDirectory.at(folder / "run")
+    what = {"entry": "a.b:train"} if front is Front.RANKS else {"command": ["train"]}
+    job = job_from_mapping({"name": "run", "resources": {"nodes": 2}, **what})
+    run.create(
+        RunFile(submitted_from=str(folder), python=sys.executable, job=job).to_yaml().encode()
+    )
+    world = World(run, end, answers, grace, front, mode)
+    monkeypatch.setattr(questions_module, "time", VirtualTime(world))
+    monkeypatch.setattr(program_module, "time", VirtualTime(world))
+    for module in (conductor_module, program_module, questions_module):
+        monkeypatch.setattr(module, "_TICK_S", 0.25)
+    world.live()
+    return world
+
+
+@pytest.mark.parametrize(
+    ("end", "answers", "grace", "front", "mode"),
+    SLOW,
+    ids=lambda value: str(getattr(value, "value", value)),
+)
+def test_a_stop_while_slurm_answers_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: End, answers: Answers, grace: float,
+    front: Front, mode: PartitionPreemption,
+) -> None:  # fmt: skip
+    world = played(tmp_path, monkeypatch, end, answers, grace, front, mode)
+    state = world.state
+    incidents = [incident for attempt in state.attempts for _, incident in attempt.incidents]
+    story = [(each.cause.value, each.confidence.value, each.evidence) for each in incidents]
+    if end is End.SUSPEND:
+        assert world.run.is_done() and world.starts == 1 and not incidents, story
+        return
+    if end is End.SCANCEL:
+        assert world.starts == 1 and not world.run.is_done(), story
+        assert state.status.value in ("cancelled", "running") and not state.open_intent, story
+    else:
+        assert world.run.is_done() and world.starts == 2, (state.status, story)
+    for incident in incidents:
+        unknown = incident.confidence is Confidence.GUESS
+        assert incident.cause in RIGHT[end] or unknown, story
