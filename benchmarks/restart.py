@@ -207,6 +207,16 @@ def _contract(cluster: SlurmCluster) -> str:
     )
 
 
+def _torch_alone() -> float:
+    """How long ``import torch`` takes by itself, at best: a yardstick for all other seconds."""
+    found = []
+    for _ in range(3):
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch, os; os._exit(0)"], check=True)
+        found.append(time.monotonic() - began)
+    return min(found)
+
+
 @contextlib.contextmanager
 def _busy(number: int) -> Iterator[None]:
     """Processes that do nothing but compute, and never for longer than half an hour."""
@@ -259,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranks=given.ranks,
     )
     load, began = os.getloadavg()[0], time.time()
+    alone = _torch_alone()
     # Short: Slurm's sockets lie below.  Open to all: another user may be the one who runs jobs.
     work = Path(tempfile.mkdtemp(prefix="forge-bench-", dir="/tmp"))
     work.chmod(0o755)
@@ -284,6 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         machine = Machine.measured(load, began)
         versions, contract = _versions(cluster), _contract(cluster)
     _print(machine, settings, versions, found, relaunches, contract, given.busy)
+    print(
+        f"\nimport torch takes {alone:.2f} s by itself on this machine, before anything else runs"
+    )
     if bench.cold:
         print("\nWhere each second goes: the start after a requeue, rank 0\n")
         print_phases(bench.cold)
@@ -293,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "machine": asdict(machine),
             "settings": asdict(settings),
             "busy": given.busy,
+            "torch_alone": alone,
             "cold": phases_as_json(bench.cold),
             "versions": versions,
             "slurm": contract,

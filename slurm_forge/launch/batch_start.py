@@ -45,6 +45,7 @@ def main() -> int:
         raise
     finally:
         late.cancel()
+    gc.freeze()
     gc.enable()
     return int(supervisor.main(sys.argv[2:]))
 
