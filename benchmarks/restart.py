@@ -10,18 +10,20 @@ without it one is booted, which needs root and Slurm's packages.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.restart_jobs import (
-    NODES,
     PARTITION,
     Settings,
     Started,
@@ -31,13 +33,25 @@ from benchmarks.restart_jobs import (
     submit,
     submit_with_faults,
 )
+from benchmarks.restart_phases import (
+    ColdStart,
+    phases_as_json,
+    print_phases,
+    read_cold_start,
+)
 from benchmarks.restart_report import (
     print_relaunches,
     print_ways,
     relaunches_as_json,
     ways_as_json,
 )
-from benchmarks.restart_timeline import Relaunch, Timeline, read_relaunch, read_timeline
+from benchmarks.restart_timeline import (
+    Relaunch,
+    Timeline,
+    read_queued,
+    read_relaunch,
+    read_timeline,
+)
 from benchmarks.tables import Machine, write_json
 from slurm_forge.errors import ForgeError
 from slurm_forge.launch.submission import run_state
@@ -57,6 +71,45 @@ class Bench:
         self._cluster = cluster
         self._settings = settings
         self._work = work
+        #: Beside the timeline of a preemption: where each second of the start after it went.
+        self.cold: dict[str, list[ColdStart]] = {}
+
+    def requeue(self, number: int) -> ColdStart:
+        """A cold start of plain torchrun, which the administrator has requeued."""
+        way = Way.TORCHRUN
+        started = submit(way, self._settings, self._work / f"{way.value}-{number}")
+        every = self._settings.save_every
+        self._until(started, lambda: started.steps() > every, "a first checkpoint")
+        said = self._said_meanwhile(
+            started,
+            lambda: self._cluster.run("scontrol", "requeue", started.job),
+            lambda: started.steps(start=1) > 0,
+        )
+        found = self._add_cold(way, started, said)
+        self._cluster.reset()
+        return found
+
+    def _said_meanwhile(
+        self, started: Started, act: Callable[[], object], condition: Callable[[], bool]
+    ) -> str:
+        """What slurmctld writes from the act until the condition holds."""
+        log = self._cluster.layout.log("slurmctld")
+        size = log.stat().st_size
+        act()
+        self._until(started, condition, "new steps after the start")
+        with log.open(errors="replace") as text:
+            text.seek(size)
+            return text.read()
+
+    def _add_cold(self, way: Way, started: Started, said: str) -> ColdStart:
+        found = read_cold_start(
+            started.folder,
+            started.run,
+            queued=read_queued(started.job, said),
+            load_average=os.getloadavg()[0],
+        )
+        self.cold.setdefault(way.value, []).append(found)
+        return found
 
     def preempt(self, way: Way, number: int, rounds: int) -> Timeline:
         """One preemption.  The rounds are spread evenly over the interval between two saves."""
@@ -64,20 +117,16 @@ class Bench:
         phase = round((number + 0.5) / rounds * every)
         started = submit(way, self._settings, self._work / f"{way.value}-{number}")
         self._until(started, lambda: started.steps() >= every + phase, "the first steps")
-        log = self._cluster.layout.log("slurmctld")
-        size = log.stat().st_size
         since = time.time()
         load = os.getloadavg()[0]
-        self._cluster.preempt(started.job)
         # Rank 0 has done steps again, and some that it had not done before.
-        self._until(
+        said = self._said_meanwhile(
             started,
+            lambda: self._cluster.preempt(started.job),
             lambda: started.steps(start=1) > started.steps() > 0,
-            "new steps after the preemption",
         )
-        with log.open(errors="replace") as text:
-            text.seek(size)
-            said = text.read()
+        if way is Way.TEMPLATE:
+            self._add_cold(way, started, said)
         found = read_timeline(
             job=started.job,
             since=since,
@@ -120,10 +169,18 @@ def _trains(started: Started, launch: int) -> bool:
 
 def measure_ways(bench: Bench, ways: Sequence[Way], rounds: int) -> dict[Way, list[Timeline]]:
     """All ways in every round, another one first each time."""
-    found: dict[Way, list[Timeline]] = {way: [] for way in ways}
+    found: dict[Way, list[Timeline]] = {way: [] for way in ways if way is not Way.TORCHRUN}
     for number in range(rounds):
         turn = number % max(1, len(ways))
         for way in (*ways[turn:], *ways[:turn]):
+            if way is Way.TORCHRUN:
+                start = bench.requeue(number)
+                print(
+                    f"round {number + 1}: {way.value}: {start.own:.1f} s from batch script to "
+                    f"first new step, load {start.load_average:.1f}",
+                    flush=True,
+                )
+                continue
             timeline = bench.preempt(way, number, rounds)
             found[way].append(timeline)
             print(
@@ -150,6 +207,29 @@ def _contract(cluster: SlurmCluster) -> str:
     )
 
 
+def _torch_alone() -> float:
+    """How long ``import torch`` takes by itself, at best: a yardstick for all other seconds."""
+    found = []
+    for _ in range(3):
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch, os; os._exit(0)"], check=True)
+        found.append(time.monotonic() - began)
+    return min(found)
+
+
+@contextlib.contextmanager
+def _busy(number: int) -> Iterator[None]:
+    """Processes that do nothing but compute, and never for longer than half an hour."""
+    spin = "import time\nend = time.monotonic() + 1800\nwhile time.monotonic() < end: pass"
+    spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+
+
 # -- the command line ---------------------------------------------------------------------------
 
 
@@ -165,10 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", type=Path, metavar="CLUSTER", help="attach, do not boot")
     parser.add_argument(
         "--ways",
-        default=",".join(way.value for way in Way),
+        default=",".join(way.value for way in Way if way is not Way.TORCHRUN),
         help="which, separated by commas (default: %(default)s); none: only the relaunch",
     )
     parser.add_argument("--no-relaunch", action="store_true")
+    parser.add_argument("--ranks", type=int, default=4, help="one per node (%(default)s)")
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N", help="keep that many cores busy meanwhile (0)"
+    )
     parser.add_argument("--pace", type=float, default=0.1, help="seconds per step (0.1)")
     parser.add_argument("--width", type=int, default=256, help="of the model's layers (256)")
     parser.add_argument("--save-every", type=int, default=20, help="steps between saves (20)")
@@ -182,17 +266,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         width=given.width,
         save_every=given.save_every,
         journal_hours=given.journal_hours,
+        ranks=given.ranks,
     )
     load, began = os.getloadavg()[0], time.time()
+    alone = _torch_alone()
     # Short: Slurm's sockets lie below.  Open to all: another user may be the one who runs jobs.
     work = Path(tempfile.mkdtemp(prefix="forge-bench-", dir="/tmp"))
     work.chmod(0o755)
     print(f"logs, kept if something fails: {work}", flush=True)
     found: dict[Way, list[Timeline]] = {}
     relaunches: list[Relaunch] = []
-    with cluster_in(given.dir, work) as cluster, clients_of(cluster):
+    with (
+        cluster_in(given.dir, work) as cluster,
+        clients_of(cluster),
+        contextlib.ExitStack() as processes,
+    ):
         cluster.reset()
         bench = Bench(cluster, settings, work)
+        processes.enter_context(_busy(given.busy))
         found |= measure_ways(bench, [w for w in ways if not w.signalled], given.rounds)
         if not given.no_relaunch:
             relaunches = bench.relaunch(given.rounds)
@@ -203,12 +294,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cluster.reset()
         machine = Machine.measured(load, began)
         versions, contract = _versions(cluster), _contract(cluster)
-    _print(machine, settings, versions, found, relaunches, contract)
+    _print(machine, settings, versions, found, relaunches, contract, given.busy)
+    print(
+        f"\nimport torch takes {alone:.2f} s by itself on this machine, before anything else runs"
+    )
+    if bench.cold:
+        print("\nWhere each second goes: the start after a requeue, rank 0\n")
+        print_phases(bench.cold)
     write_json(
         given.json,
         {
             "machine": asdict(machine),
             "settings": asdict(settings),
+            "busy": given.busy,
+            "torch_alone": alone,
+            "cold": phases_as_json(bench.cold),
             "versions": versions,
             "slurm": contract,
             "ways": ways_as_json(found),
@@ -225,11 +325,13 @@ def _print(
     found: dict[Way, list[Timeline]],
     relaunches: list[Relaunch],
     contract: str,
+    busy: int,
 ) -> None:
     print(f"\n{machine.text()}; " + ", ".join(f"{k} {v}" for k, v in versions.items()))
     print(
-        f"{NODES} ranks, {settings.pace} s of sleep per step, a checkpoint every "
-        f"{settings.save_every} steps, {settings.journal_hours:g} h in the journal; {contract}"
+        f"{settings.ranks} ranks, {busy} cores kept busy, {settings.pace} s of sleep per step, "
+        f"a checkpoint every {settings.save_every} steps, {settings.journal_hours:g} h in the "
+        f"journal; {contract}"
     )
     for title, signalled in (
         ("Preempted, Slurm as it comes (SIGTERM)", False),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +17,8 @@ import submitit
 
 from benchmarks.journals import write_progress
 from benchmarks.marks import What, read_marks, script_line
-from benchmarks.restart_stock import StockTraining, Workload
+from benchmarks.restart_plain import Workload
+from benchmarks.restart_stock import StockTraining
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import create_run, submit_script
 from slurm_forge.launch.submitit_job import ForgeJob
@@ -24,7 +29,6 @@ from slurm_forge.spec.run_file import RunFile
 from slurm_forge.testing.cluster import SlurmCluster
 
 __all__ = [
-    "NODES",
     "PARTITION",
     "Settings",
     "Started",
@@ -36,7 +40,6 @@ __all__ = [
 ]
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-NODES = 4
 PARTITION = "preempt"
 _MANY_STEPS = 1_000_000
 #: From a launch's first checkpoint to its fault: far enough that the checkpoint counts as good.
@@ -44,13 +47,17 @@ _FAULT_AFTER = 4
 
 
 class Way(str, Enum):
-    """Who brings the training back; ``…-signal`` where the administrator has user signals sent."""
+    """Who brings the training back; ``…-signal`` where the administrator has user signals sent.
+
+    ``torchrun`` is for comparison of cold starts alone: it is requeued by the administrator.
+    """
 
     TEMPLATE = "template"
     FORGE = "forge"
     STOCK = "stock"
     TEMPLATE_SIGNAL = "template-signal"
     STOCK_SIGNAL = "stock-signal"
+    TORCHRUN = "torchrun"
 
     @property
     def signalled(self) -> bool:
@@ -74,6 +81,7 @@ class Settings:
     width: int
     save_every: int
     journal_hours: float
+    ranks: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +128,7 @@ def clients_of(cluster: SlurmCluster) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(cluster.env)
-    os.environ["PYTHONPATH"] = str(_REPOSITORY)
+    os.environ["PYTHONPATH"] = f"{_REPOSITORY}/benchmarks/interpreter_marks:{_REPOSITORY}"
     try:
         yield
     finally:
@@ -131,6 +139,8 @@ def clients_of(cluster: SlurmCluster) -> Iterator[None]:
 def submit(way: Way, settings: Settings, folder: Path) -> Started:
     """Start the training in a fresh folder, in the partition that is preempted."""
     folder.mkdir(parents=True)
+    if way is Way.TORCHRUN:
+        return Started(job=_torchrun(settings, folder), folder=folder, run=None)
     if way.stock:
         workload = Workload(
             folder=str(folder),
@@ -140,7 +150,7 @@ def submit(way: Way, settings: Settings, folder: Path) -> Started:
             save_every=settings.save_every,
         )
         return Started(
-            job=_executor(folder, "slurm").submit(StockTraining(), workload).job_id,
+            job=_executor(folder, "slurm", settings.ranks).submit(StockTraining(), workload).job_id,
             folder=folder,
             run=None,
         )
@@ -148,10 +158,42 @@ def submit(way: Way, settings: Settings, folder: Path) -> Started:
     if settings.journal_hours:
         write_progress(run, settings.journal_hours)
     if way is Way.FORGE:
-        job = _executor(folder, "forge").submit(ForgeJob(str(run.path))).job_id
+        job = _executor(folder, "forge", settings.ranks).submit(ForgeJob(str(run.path))).job_id
     else:
         job = _sbatch(run, file)
     return Started(job=job, folder=folder, run=run)
+
+
+def _marking(folder: Path) -> str:
+    return f"export FORGE_BENCH_MARKS={shlex.quote(str(folder))}"
+
+
+def _torchrun(settings: Settings, folder: Path) -> str:
+    """As somebody writes it who knows both: one torchrun per node, no meeting to be waited for."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    words = [settings.pace, settings.width, _MANY_STEPS, settings.save_every]
+    command = (
+        f"exec {shlex.quote(sys.executable)} -u -m torch.distributed.run "
+        f"--nnodes={settings.ranks} --nproc-per-node=1 --node-rank=$SLURM_PROCID "
+        f"--master-addr=127.0.0.1 --master-port={port} --max-restarts=0 "
+        f"-m benchmarks.restart_plain {shlex.quote(str(folder))} {' '.join(map(str, words))}"
+    )
+    script = folder / "torchrun.sbatch"
+    script.write_text(
+        f"#!/bin/bash\n{script_line(folder)}\n{_marking(folder)}\n"
+        f"exec srun --kill-on-bad-exit=1 --unbuffered bash -c {shlex.quote(command)}\n"
+    )
+    done = subprocess.run(
+        [
+            "sbatch", "--parsable", "--requeue", "--open-mode=append", f"--nodes={settings.ranks}",
+            "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=1500M", "--time=30",
+            f"--partition={PARTITION}", f"--output={folder}/%j.out", str(script),
+        ],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.strip()
 
 
 def submit_with_faults(settings: Settings, folder: Path) -> Started:
@@ -175,7 +217,7 @@ def _job(settings: Settings, folder: Path, *, fault_every: int = 0) -> JobSpec:
                 "fault_every": fault_every,
             },
             "resources": {
-                "nodes": NODES,
+                "nodes": settings.ranks,
                 "tasks_per_node": 1,
                 "cpus_per_task": 1,
                 "mem": "1500M",
@@ -190,7 +232,7 @@ def _job(settings: Settings, folder: Path, *, fault_every: int = 0) -> JobSpec:
             "recovery": {
                 "non_finite": [{"do": "skip", "times": 3}, {"do": "rollback", "times": 1000}]
             },
-            "setup": [script_line(folder)],
+            "setup": [script_line(folder), _marking(folder)],
         }
     )
 
@@ -204,17 +246,17 @@ def _sbatch(run: RunDirectory, file: RunFile) -> str:
     return submit_script(run, file, find_site("generic"), SubprocessSlurm.of_this_process())
 
 
-def _executor(folder: Path, cluster: str) -> submitit.AutoExecutor:
+def _executor(folder: Path, cluster: str, ranks: int) -> submitit.AutoExecutor:
     executor = submitit.AutoExecutor(folder / "submitit", cluster=cluster)
     executor.update_parameters(
         # Submitit takes a signal in the last ten minutes of the limit for the limit itself.
         timeout_min=30,
-        nodes=NODES,
+        nodes=ranks,
         tasks_per_node=1,
         cpus_per_task=1,
         slurm_mem="1500M",
         slurm_partition=PARTITION,
-        slurm_setup=[script_line(folder)],
+        slurm_setup=[script_line(folder), _marking(folder)],
         slurm_additional_parameters={"requeue": True},
     )
     return executor

@@ -1,124 +1,28 @@
-"""The workload as submitit's documentation shows it: a callable that checkpoints itself.
-
-Written in its favour where there was a choice: the state is also saved every so many steps, a save
-is written beside and renamed, the data is taken up where it was left, one thread per rank.
-"""
+"""The workload as submitit's documentation shows it: a callable that checkpoints itself."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import submitit
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.marks import Marks, What
-from benchmarks.workload import GLOBAL_BATCH, Samples, build_model, build_optimizer, loss_of, work
+from benchmarks.restart_plain import PlainTraining, Workload
 
 __all__ = ["StockTraining", "Workload"]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What to train and where the one checkpoint file and the marks go."""
-
-    folder: str
-    pace: float
-    width: int
-    steps: int
-    save_every: int
-
-    @property
-    def checkpoint(self) -> Path:
-        """The file that holds the newest state."""
-        return Path(self.folder) / "state.pt"
-
-
-class StockTraining:
+class StockTraining(PlainTraining):
     """``executor.submit(StockTraining(), workload)``."""
 
-    def __init__(self) -> None:
-        # What checkpoint() needs to reach while __call__ is under way.
-        self.model: DistributedDataParallel | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.marks: Marks | None = None
-        self.step = 0
-
     def __call__(self, workload: Workload) -> int:
-        """Every task: resume where there is a checkpoint, and train."""
+        """Every task."""
         environment = submitit.helpers.TorchDistributedEnvironment()
         # The names of a test cluster's nodes, all on this machine, do not resolve.
         environment.master_addr = "127.0.0.1"
         environment.export(set_cuda_visible_devices=False)
-        self.marks = Marks(Path(workload.folder)) if environment.rank == 0 else None
-        self._mark(What.IMPORTED)
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        self._mark(What.MET)
-        self.model = DistributedDataParallel(build_model(workload.width))
-        self.optimizer = build_optimizer(self.model)
-        self._mark(What.BUILT)
-        if workload.checkpoint.exists():
-            self._load(workload)
-        self._mark(What.LOADED)
-        for batch in self._batches(workload.steps):
-            work(workload.pace)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss_of(self.model, batch).backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.step += 1
-            self._mark(What.STEP)
-            if self.step % workload.save_every == 0 and environment.rank == 0:
-                self._save(workload)
-        return self.step
+        return self.train(workload, environment.rank)
 
     def checkpoint(self, workload: Workload) -> Any:
         """Called by submitit, on rank 0 only, from its signal handler."""
         self._save(workload)
         return submitit.helpers.DelayedSubmission(StockTraining(), workload)
-
-    def _batches(self, steps: int) -> Iterator[Any]:
-        dataset = Samples()
-        ranks = dist.get_world_size()
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, seed=0)
-        per_epoch = len(dataset) // GLOBAL_BATCH
-        while self.step < steps:
-            epoch, done = divmod(self.step, per_epoch)
-            sampler.set_epoch(epoch)
-            order = list(sampler)[done * (GLOBAL_BATCH // ranks) :]
-            loader = DataLoader(dataset, GLOBAL_BATCH // ranks, sampler=order, drop_last=True)
-            for batch in loader:
-                if self.step >= steps:
-                    return
-                yield batch
-
-    def _save(self, workload: Workload) -> None:
-        if self.model is None or self.optimizer is None:
-            return
-        beside = workload.checkpoint.with_suffix(f".{os.getpid()}")
-        state = {
-            "step": self.step,
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        torch.save(state, beside)
-        beside.replace(workload.checkpoint)
-        self._mark(What.SAVED)
-
-    def _load(self, workload: Workload) -> None:
-        assert self.model is not None and self.optimizer is not None
-        state = torch.load(workload.checkpoint, weights_only=True)
-        self.step = state["step"]
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def _mark(self, what: What) -> None:
-        if self.marks is not None:
-            self.marks.add(what, self.step)

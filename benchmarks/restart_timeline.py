@@ -16,7 +16,7 @@ from slurm_forge.journal import Record, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["Relaunch", "Timeline", "read_relaunch", "read_timeline"]
+__all__ = ["Relaunch", "Timeline", "read_queued", "read_relaunch", "read_timeline"]
 
 _SLURM_LINE = re.compile(r"\[(\S+)\] (.*)")
 _SUBMITIT_LINE = re.compile(r"submitit \w+ \((\S+ [\d:]+),(\d{3})\) - (.*)")
@@ -122,6 +122,11 @@ def read_timeline(
         cpu=after[0].cpu,
         load_average=load_average,
     )
+
+
+def read_queued(job: str, controller_log: str) -> float:
+    """When the job waited again, all its processes gone."""
+    return _slurm_moment(list(_slurm_lines(controller_log)), rf"Requeuing JobId={job}\b")
 
 
 def read_relaunch(marks_in: Path, run: RunDirectory, launch: int, load_average: float) -> Relaunch:

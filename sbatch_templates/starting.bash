@@ -145,16 +145,25 @@ forge_watch() {
 forge_starting=1
 forge_failed=
 forge_watch
+# This is the second time: the supervisor could not be imported.
+if [ -n "${forge_not_started:-}" ]; then
+    not_started 'this interpreter can not import slurm_forge:' "$forge_not_started"
+fi
 {%- endmacro %}
 
-{% macro start(interpreter, command, teardown=false) -%}
-# What is wrong is told here: after the exec nobody could.  What the setup has run may have set
-# traps of its own, and commands of it that failed are not the reason for what comes now.
+{% macro start(interpreter, command, again=true, teardown=false) -%}
+# What is wrong is told here: after the exec nobody could{% if again %}, except by this script, begun again{% endif %}.  What the
+# setup has run may have set traps of its own, and commands of it that failed are not the reason for
+# what comes now.
 forge_watch
 forge_failed=
 forge_status=0
 forge_since=$SECONDS
-forge_said=$(timeout -k 10 300 {{ interpreter }} -c 'import slurm_forge.launch.supervise' \
+{% if again -%}
+export forge_script=${BASH_SOURCE[0]:-$0}
+{% endif -%}
+forge_said=$(timeout -k 10 300 {{ interpreter }} \
+    -c 'import slurm_forge.launch.{{ "batch_start" if again else "supervise" }}' \
     2>&1 < /dev/null) || forge_status=$?
 if [ "$forge_status" != 0 ] && [ "$((SECONDS - forge_since))" -ge 300 ]; then
     not_started 'no answer in 300 seconds (is a file system down?) from' \

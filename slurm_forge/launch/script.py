@@ -31,6 +31,7 @@ from slurm_forge.spec.run_file import RunFile
 from slurm_forge.units import format_memory, format_slurm_duration
 
 __all__ = [
+    "BATCH_START",
     "asked_options",
     "guard_lines",
     "leave_out",
@@ -43,6 +44,8 @@ __all__ = [
     "template_name",
 ]
 
+#: The module that the script executes, with the supervisor's as its first argument.
+BATCH_START = "slurm_forge.launch.batch_start"
 _ARRAY = "array.sbatch"
 _STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
@@ -198,7 +201,8 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     started = "supervise" if file.job.command is None else "execute"
     started_by = template_name(file.job, site)
     via = "sbatch" if file.job.chain is None else VIA_ARRAY
-    own = (file.python, "-m", f"slurm_forge.launch.{started}", str(run.path), "--via", via)
+    module = f"slurm_forge.launch.{started}"
+    own = (file.python, "-m", BATCH_START, module, str(run.path), "--via", via)
     lines = ((*own, "--"), *payload(file, site, run))
     return (
         _templates()
@@ -261,12 +265,14 @@ def guard_lines(submissions: str) -> str:
     return _part("guard", submissions)
 
 
-def start_lines(interpreter: str, command: str, *, teardown: bool) -> str:
+def start_lines(interpreter: str, command: str, *, again: bool, teardown: bool) -> str:
     """Check the ``interpreter``, then become ``command``; both are shell text.
 
-    With ``teardown`` the shell stays, for the commands that follow.
+    ``again``: the command is ``BATCH_START``'s, which begins the script again where it can't import
+    the supervisor; else that is imported by the check, too.  With ``teardown`` the shell stays, for
+    the commands that follow.
     """
-    return _part("start", interpreter, command, teardown)
+    return _part("start", interpreter, command, again, teardown)
 
 
 def successor_lines(submitted: Path, folder: Path, *, first: str, tasks: int) -> str:

@@ -13,6 +13,7 @@ from submitit.core import utils
 
 from slurm_forge.errors import ConfigError, SubmissionError
 from slurm_forge.launch.script import (
+    BATCH_START,
     guard_lines,
     refuse_several_jobs,
     start_lines,
@@ -102,11 +103,15 @@ def batch_script(
         first = [subject.pickle, folder]
         setup += [successor_lines(*first, first=subject.first, tasks=subject.tasks)]
     step = _step_options(folder, parameters, srun_args)
-    supervise = ["-m", "slurm_forge.launch.supervise", *which, "--via", "submitit forge", "--"]
+    teardown = bool(parameters.get("teardown"))
+    # Out of a container, or below a shell that stays, the script can't be begun again.
+    again = not teardown and len(shlex.split(python)) == 1
+    module = [*([BATCH_START] if again else []), "slurm_forge.launch.supervise"]
+    supervise = ["-m", *module, *which, "--via", "submitit forge", "--"]
     # The payload is submitit's own: it loads the pickle, calls the pointer, stores the result.
     task = f"{python} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     command = " ".join([python, shlex.join([*supervise, *step]), task])
-    started = start_lines(python, command, teardown=bool(parameters.get("teardown")))
+    started = start_lines(python, command, again=again, teardown=teardown)
     warned = "signal" in extra or _warns(parameters.get("time", 5))
     lines = _submitits(_PAYLOAD, folder, setup, parameters).split("\n")
     return "\n".join(

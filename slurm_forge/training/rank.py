@@ -22,6 +22,7 @@ from slurm_forge.spec.run_file import RunFile
 from slurm_forge.training.farewell import last_words_of, leave_behind
 from slurm_forge.training.kept import Channel, Kept
 from slurm_forge.training.place import RankPlace
+from slurm_forge.training.preloading import no_collections
 from slurm_forge.training.unwinding import LaunchOver, Unwinding
 from slurm_forge.training.variables import take_on_plan
 from slurm_forge.training.witnessed import Witnessed
@@ -183,15 +184,16 @@ class Rank:
             return Result(Outcome.FAILED, run.step_number)
 
     def _prepare(self) -> Any:
-        import torch
+        with no_collections():
+            import torch
 
-        from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
-        from slurm_forge.training import rng
-        from slurm_forge.training.context import RankContext
-        from slurm_forge.training.entry import load_entry
-        from slurm_forge.training.preflight import Preflight, wanted_of_run
-        from slurm_forge.training.process_group import choose_device, join, refuse_another
-        from slurm_forge.training.run import Run
+            from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
+            from slurm_forge.training import rng
+            from slurm_forge.training.context import RankContext
+            from slurm_forge.training.entry import load_entry
+            from slurm_forge.training.preflight import Preflight, wanted_of_run
+            from slurm_forge.training.process_group import choose_device, join, refuse_another
+            from slurm_forge.training.run import Run
 
         imported = time.time()
         member, place, spec = self._member, self._place, self._file.job

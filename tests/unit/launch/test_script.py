@@ -83,8 +83,8 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     assert '[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN' in lines
     assert "module load cuda" in lines
     assert lines[-4:] == [
-        "exec /opt/py/bin/python -m slurm_forge.launch.supervise /data/runs/tiny --via sbatch "
-        "-- \\",
+        "exec /opt/py/bin/python -m slurm_forge.launch.batch_start slurm_forge.launch.supervise "
+        "/data/runs/tiny --via sbatch -- \\",
         "    srun --kill-on-bad-exit=1 --unbuffered \\",
         "    /opt/py/bin/python -u -m slurm_forge.training.worker /data/runs/tiny",
         'not_started "the supervisor can not be executed (status $?)"',
@@ -127,7 +127,8 @@ def test_a_weird_run_directory_reaches_the_supervisor_as_it_is(tmp_path: Path) -
     python = interpreter(tmp_path, "py thon'$(touch canary)")
     words = runs_as(render(file_of(python=str(python)), SITE, RUN), tmp_path)
     assert words == [
-        *("-m", "slurm_forge.launch.supervise", str(RUN.path), "--via", "sbatch", "--"),
+        *("-m", "slurm_forge.launch.batch_start", "slurm_forge.launch.supervise"),
+        *(str(RUN.path), "--via", "sbatch", "--"),
         *("srun", "--kill-on-bad-exit=1", "--unbuffered"),
         *(str(python), "-u", "-m", "slurm_forge.training.worker", str(RUN.path)),
     ]
@@ -163,7 +164,7 @@ def test_no_text_becomes_a_directive_or_a_command(
     asked = ["partition", "comment"] if option else []
     assert sorted(options) == sorted(f"#SBATCH --{name}" for name in (*always, *asked))
     event("rendered")
-    assert runs_as(text, folder)[2] == str(run.path)
+    assert runs_as(text, folder)[3] == str(run.path)
     assert {entry.name for entry in folder.iterdir()} == {"python", "job.sbatch"}
 
 

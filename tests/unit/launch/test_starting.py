@@ -6,12 +6,14 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import slurm_forge
 from slurm_forge.launch.script import guard_lines, render, start_lines, successor_lines
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -117,8 +119,8 @@ def test_a_whole_environment_becomes_the_supervisor(node: Node) -> None:
     done = node.execute(node.script(node.python(WHOLE)))
     assert (done.returncode, done.stderr) == (0, "")
     words = done.stdout.split("\0")[:-1]
-    assert words[:3] == ["started", "-m", "slurm_forge.launch.supervise"]
-    assert words[3] == str(node.run.path)
+    assert words[:3] == ["started", "-m", "slurm_forge.launch.batch_start"]
+    assert words[3:5] == ["slurm_forge.launch.supervise", str(node.run.path)]
     assert node.asked == []
     assert not node.has_notes
 
@@ -146,6 +148,56 @@ def test_what_is_broken_is_written_down_and_the_job_waits(
         "requeuehold 12",
     ]
     assert not (node.folder / "owned").exists()
+
+
+def test_a_supervisor_that_can_not_be_imported_is_told_by_the_script_begun_again(
+    node: Node,
+) -> None:
+    # What a package has that is being upgraded while the job starts.
+    (node.folder / "pydantic.py").write_text("raise ImportError('half of a package')\n")
+    root = str(Path(slurm_forge.__file__).parents[1])
+    done = node.execute(
+        node.script(sys.executable, "cd /"),
+        PYTHONPATH=os.pathsep.join([str(node.folder), root]),
+    )
+    assert done.returncode == 1
+    assert "ImportError: half of a package" in node.note()
+    assert "this interpreter can not import slurm_forge" in done.stderr
+    assert [line.split()[0] for line in node.asked] == ["update", "requeuehold"]
+
+
+def test_imports_that_come_to_no_end_are_told_by_the_script_begun_again(tmp_path: Path) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text('printf %s "$forge_not_started"\n')
+    (tmp_path / "blocked.py").write_text("import threading\nthreading.Event().wait()\n")
+    lines = [
+        "import sys",
+        "from slurm_forge.launch import batch_start",
+        "batch_start._IMPORT_WITHIN_S = 0.1",
+        "sys.argv = ['batch_start', 'blocked']",
+        "batch_start.main()",
+    ]
+    root = str(Path(slurm_forge.__file__).parents[1])
+    told = subprocess.check_output(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
+            "forge_script": str(script),
+        },
+        text=True,
+        timeout=60,
+    )
+    assert told.startswith("importing blocked took")
+
+
+def test_the_supervisor_is_imported_once_per_start(node: Node) -> None:
+    """Its imports are most of a second of every start; the check has none of them."""
+    script = node.script(node.python(WHOLE)).read_text()
+    assert "'import slurm_forge.launch.batch_start'" in script
+    assert "'import slurm_forge.launch.supervise'" not in script
+    lines = "import sys, slurm_forge.launch.batch_start\nprint('pydantic' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", lines], text=True) == "False\n"
 
 
 def test_a_task_of_an_array_is_held_by_its_own_id(node: Node) -> None:
@@ -309,7 +361,7 @@ def test_the_teardown_comes_after_the_supervisor_also_when_the_job_is_ended(node
     node.run.create(b"x")
     lines = [
         guard_lines(f"'{node.folder}/runs'"),
-        start_lines("true", "bash -c 'touch begun; exec sleep 77'", teardown=True),
+        start_lines("true", "bash -c 'touch begun; exec sleep 77'", again=False, teardown=True),
         "touch torn-down",
     ]
     script = node.folder / "job.sbatch"

@@ -47,7 +47,7 @@ def options(script: str) -> dict[str, str]:
 
 def started(script: str) -> str:
     """The line that starts the supervisor."""
-    (line,) = (line for line in script.splitlines() if " -m slurm_forge.launch.supervise " in line)
+    (line,) = (line for line in script.splitlines() if " slurm_forge.launch.supervise " in line)
     return line
 
 
@@ -108,14 +108,15 @@ module load cuda
 # command
 export SUBMITIT_EXECUTOR=slurm
 CHECK
-exec {python} -m slurm_forge.launch.supervise {run.path} --via 'submitit forge' -- \
+exec {python} -m slurm_forge.launch.batch_start slurm_forge.launch.supervise {run.path} \
+--via 'submitit forge' -- \
 --open-mode=append --output {logs}/%j_%t_log.out --error {logs}/%j_%t_log.err --cpu-bind=none \
 {python} -u -m submitit.core._submit {logs}
 not_started "the supervisor can not be executed (status $?)"
 """
     script = checked((submitted / "0").read_text())
     for name, first, last in (
-        ("GUARD", "# Where the environment", "forge_failed=\nforge_watch"),
+        ("GUARD", "# Where the environment", '"$forge_not_started"\nfi'),
         ("CHECK", "# What is wrong", "shopt -s execfail"),
     ):
         begin = script.index(first)
@@ -165,7 +166,9 @@ def test_ranks_are_started_by_the_supervisor_and_by_nobody_else(tmp_path, submit
 def test_a_teardown_is_run_after_the_supervisor(tmp_path, submitted):
     forge(tmp_path / "logs", slurm_teardown=["rm -rf /scratch/x"]).submit(train)
     lines = checked((submitted / "0").read_text()).splitlines()
-    supervisor = next(i for i, line in enumerate(lines) if "-m slurm_forge.launch.sup" in line)
+    supervisor = next(
+        i for i, line in enumerate(lines) if "-m slurm_forge.launch.supervise" in line
+    )
     assert not lines[supervisor].startswith("exec"), "the teardown would never come"
     assert lines.index("rm -rf /scratch/x") > supervisor
 
@@ -175,7 +178,7 @@ def test_setup_and_names_may_hold_anything(tmp_path, submitted):
     forge(tmp_path / "logs", slurm_setup=setup, name="a b/c").submit(train)
     script = checked((submitted / "0").read_text())
     assert setup[0] in script
-    assert script.count("-m slurm_forge.launch.supervise") == 1
+    assert script.count(" slurm_forge.launch.supervise ") == 1
     assert options(script)["job-name"] == "a b/c"
     (run,) = (tmp_path / "logs" / "runs").iterdir()
     assert re.fullmatch("a-b-c-[0-9a-f]{6}", run.name)
