@@ -33,6 +33,7 @@ from slurm_forge.launch.timing import Timing
 from slurm_forge.launch.trends import Trends
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.launch_facts import is_usage_error
 from slurm_forge.recovery.probing import ProbeRules
 from slurm_forge.recovery.stragglers import in_words
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
@@ -223,7 +224,12 @@ class Conductor:
             case p.Failed():
                 seen.said_goodbye.add(rank)
                 self._fail(
-                    rank, message.cause, message.step, message.text, micro_batch=message.micro_batch
+                    rank,
+                    message.cause,
+                    message.step,
+                    message.text,
+                    micro_batch=message.micro_batch,
+                    usage_error=is_usage_error(message.error),
                 )
             case p.Recover():
                 seen.said_goodbye.add(rank)
@@ -262,6 +268,7 @@ class Conductor:
         *,
         micro_batch: int = 0,
         everybody: bool = False,
+        usage_error: bool = False,
     ) -> None:
         member = self._hub.members().get(rank)
         known = cause in {each.value for each in Cause}
@@ -275,6 +282,7 @@ class Conductor:
                 micro_batch=micro_batch or None,
                 after_loss=bool(self._seen.lost),
                 everybody=everybody,
+                usage_error=usage_error,
             )
         )
         self._end()
