@@ -128,8 +128,8 @@ def test_a_notice_shorter_than_a_save_leaves_only_the_periodic_ones() -> None:
     text = told_of_saves(45.0, "20s")
     assert (
         "warning: the notice of 20 s at a preemption is shorter than a save: what was saved "
-        "periodically is what stays; that is every 4 min or so (every_minutes: "
-        "auto, once measured)."
+        "periodically is what stays; that is every 4 min or so where the run is interrupted once a "
+        "day (every_minutes: auto goes by what it measures)."
     ) in text
     seldom = told_of_saves(45.0, "20s", checkpoint={"every_minutes": 60})
     assert "what loses least is checkpoint.every_minutes: 4, where the run is" in seldom
