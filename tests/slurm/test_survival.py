@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.journal.events import CheckpointCommitted, NoticeSeen, Resumed
+from slurm_forge.journal.events import CheckpointCommitted, Note, NoticeSeen, Resumed
 from slurm_forge.launch.asked_back import reconcile
+from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -176,6 +177,35 @@ def test_time_limit_shorter_than_the_training(
     assert repeated_steps(watched) == 0
     assert consumed(watched.run.path) == samples
     assert watched.digest() == reference
+
+
+@pytest.mark.slow
+def test_a_short_limit_is_used_to_its_end_though_slurm_warns_long_before(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Slurm sends ``--signal=USR1@30`` 30 to 90 s before the end, and the lead is 24 s."""
+    watched = submit(
+        slurm,
+        tmp_path,
+        nodes=2,
+        name="warned",
+        partition="normal",
+        minutes=2,
+        args={"steps": 560, "pace": 0.2, "later_pace": 0.01},
+        site=Site.model_validate({"name": "warning", "sbatch_options": ["--signal=USR1@30"]}),
+    )
+    state = watched.wait_finished(240)
+    assert [attempt.outcome for attempt in state.attempts] == ["requeued", "finished"]
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.confidence) == (Cause.TIME_LIMIT, Confidence.CERTAIN)
+    warned = [at for at, e in watched.events(Note) if "warning of the time limit" in e.text]
+    ((stopped, notice),) = watched.events(NoticeSeen)
+    assert (notice.what, notice.source) == ("end of the time limit", "clock")
+    # The attempt begins a few seconds later than the job.
+    end = state.attempts[0].started + 120
+    assert len(warned) == 1 and warned[0] < stopped
+    assert stopped > end - 24 - 8, f"{end - stopped:.0f} s of the limit were given away"
+    assert repeated_steps(watched) == 0
 
 
 @pytest.mark.slow
