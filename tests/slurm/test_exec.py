@@ -237,7 +237,7 @@ def test_a_task_of_an_array_comes_back_alone(slurm: SlurmCluster, tmp_path: Path
 def test_a_program_that_slurm_does_not_signal_is_told_by_the_clock(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """The warning ``--signal=USR1@30`` goes to steps, up to 90 s before the end: the lead is 24 s."""
+    """``--signal=USR1@30`` goes to steps, up to 90 s before the end; the lead is 24 s."""
     job = own(
         slurm,
         tmp_path,
