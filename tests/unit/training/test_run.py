@@ -781,7 +781,6 @@ GIVEN: dict[str, Any] = {
         ({"dataset": 7}, "int can't be asked for one sample by its index"),
         ({"dataset": iter([1, 2])}, "__len__ and __getitem__"),
     ],
-    ids=lambda value: repr(value) if isinstance(value, dict) else "",
 )
 def test_what_batches_can_not_be_made_of_is_refused_where_it_is_written(lab, given, says):
     run, _ = lab().start()
