@@ -28,6 +28,7 @@ __all__ = [
     "SubmissionError",
     "UnsafeFileError",
     "UnsupportedError",
+    "UsageError",
 ]
 
 
@@ -80,6 +81,10 @@ class ConfigError(ForgeError):
             where += f":{self.line}"
         text = f"{where}: {self.message}" if where else self.message
         return _visible(f"{text}\n  {self.next_step}" if self.next_step else text)
+
+
+class UsageError(ConfigError):
+    """The program calls slurm_forge with values that can't work: no other start changes that."""
 
 
 class SlurmCommandError(ForgeError):

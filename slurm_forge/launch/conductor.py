@@ -31,8 +31,10 @@ from slurm_forge.launch.seen import Launched, Seen
 from slurm_forge.launch.sight import Sight
 from slurm_forge.launch.timing import Timing
 from slurm_forge.launch.trends import Trends
+from slurm_forge.launch.warning_signals import WarningSignals
 from slurm_forge.launch.watchdog import Watchdog
 from slurm_forge.recovery.classify import LaunchFacts, LostRank, RankFailure
+from slurm_forge.recovery.launch_facts import is_usage_error
 from slurm_forge.recovery.probing import ProbeRules
 from slurm_forge.recovery.stragglers import in_words
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
@@ -42,6 +44,7 @@ __all__ = ["Conductor"]
 
 _TICK_S = 0.05
 _FILES_EVERY_S = 1.0
+_BATCH = "batch step"
 
 
 class Conductor:
@@ -85,6 +88,7 @@ class Conductor:
         self._pace = SavePace(timing, clock())
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
         self._questions = Questions(watch, self._seen, clock)
+        self._warnings = WarningSignals(watch, timing, note=self._note, clock=clock, now=now)
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._trends = Trends(
@@ -150,6 +154,8 @@ class Conductor:
         while not self._over():
             self._hear()
             self._look()
+        for name, source in self._warnings.close():
+            self._signalled(name, source)
         self._questions.last(self._take_signals)
         self._seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
         return self._facts()
@@ -200,9 +206,7 @@ class Conductor:
             case p.Notice():
                 # A rank that is being ended by its launcher gets signals too: those mean nothing.
                 if seen.ending_since is None:
-                    seen.rank_signals.append(message.what)
-                    self._note(NoticeSeen(what=message.what, source=f"rank {rank}"))
-                    self._ask_stop(message.what)
+                    self._signalled(message.what, f"rank {rank}")
             case p.Stopped():
                 seen.said_goodbye.add(rank)
                 seen.stopped = message if rank == 0 or seen.stopped is None else seen.stopped
@@ -223,7 +227,12 @@ class Conductor:
             case p.Failed():
                 seen.said_goodbye.add(rank)
                 self._fail(
-                    rank, message.cause, message.step, message.text, micro_batch=message.micro_batch
+                    rank,
+                    message.cause,
+                    message.step,
+                    message.text,
+                    micro_batch=message.micro_batch,
+                    usage_error=is_usage_error(message.error),
                 )
             case p.Recover():
                 seen.said_goodbye.add(rank)
@@ -262,6 +271,7 @@ class Conductor:
         *,
         micro_batch: int = 0,
         everybody: bool = False,
+        usage_error: bool = False,
     ) -> None:
         member = self._hub.members().get(rank)
         known = cause in {each.value for each in Cause}
@@ -275,6 +285,7 @@ class Conductor:
                 micro_batch=micro_batch or None,
                 after_loss=bool(self._seen.lost),
                 everybody=everybody,
+                usage_error=usage_error,
             )
         )
         self._end()
@@ -295,14 +306,14 @@ class Conductor:
         with contextlib.suppress(queue.Empty):
             name, source = self._heard.get_nowait()
             if self._seen.ending_since is None:
-                self._seen.rank_signals.append(name)
-                self._note(NoticeSeen(what=name, source=source))
-                self._ask_stop(name)
+                self._signalled(name, source)
         with contextlib.suppress(queue.Empty):
             self._seen.stopped_by = self._stops.get_nowait()
             self._note(NoticeSeen(what=self._seen.stopped_by, source="starter"))
             self._ask_stop(self._seen.stopped_by)
         self._questions.look(now)
+        for name, source in self._warnings.due():
+            self._act_on_signal(name, source)
         self._check_files(now)
         if self._deadline.time_is_up(now):
             self._seen.due_time_limit = True
@@ -323,14 +334,24 @@ class Conductor:
         """Whether the batch step got any since the last time."""
         names = self.unheard()
         for name in names:
-            if not self._seen.batch_signals or self._seen.batch_signals[-1] != name:
-                self._note(NoticeSeen(what=name, source="batch step"))
-            first = not self._seen.batch_signals and self._seen.stop_asked is not None
-            self._seen.batch_signals.append(name)
-            self._ask_stop(name)
-            if first:
-                self._questions.batch_signalled()
+            self._signalled(name, _BATCH)
         return bool(names)
+
+    def _signalled(self, name: str, source: str) -> None:
+        """Somebody got a signal: a stop is asked for, unless it may be no more than a warning."""
+        if not self._warnings.keep(name, source):
+            self._act_on_signal(name, source)
+
+    def _act_on_signal(self, name: str, source: str) -> None:
+        seen = self._seen.batch_signals if source == _BATCH else self._seen.rank_signals
+        # The batch step may get the same one again and again.
+        if source != _BATCH or not seen or seen[-1] != name:
+            self._note(NoticeSeen(what=name, source=source))
+        newly = source == _BATCH and not seen and self._seen.stop_asked is not None
+        seen.append(name)
+        self._ask_stop(name)
+        if newly:
+            self._questions.batch_signalled()
 
     def _look_at_trends(self, now: float) -> None:
         """A slow node is told of; where the job file says so, the launch is stopped for it."""

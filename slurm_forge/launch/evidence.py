@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.launch.outputs import Output
-from slurm_forge.recovery.launch_facts import LaunchFacts, RankFailure
+from slurm_forge.recovery.launch_facts import LaunchFacts, RankFailure, is_usage_error
 from slurm_forge.recovery.slurm_says import needs_accounting
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LAUNCH_BEGINS, read_last_words
@@ -146,6 +146,7 @@ def left_behind(run: RunDirectory, *, attempt: int, launch: int) -> tuple[RankFa
             step=words.step,
             text=words.text,
             micro_batch=words.micro_batch or None,
+            usage_error=is_usage_error(words.error),
         )
         for words in read_last_words(run, attempt, launch)
     )

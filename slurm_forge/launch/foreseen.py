@@ -14,7 +14,7 @@ from slurm_forge.site.contract import Contract, contract_of, goes_by_qos
 from slurm_forge.site.model import Site
 from slurm_forge.site.usable import Person, longest, qos_of, usable_qos, why_not
 from slurm_forge.slurm.records import PartitionRecord
-from slurm_forge.slurm.sbatch_words import long_name
+from slurm_forge.slurm.sbatch_words import asks_for_requeue
 from slurm_forge.slurm.survey import Survey
 from slurm_forge.spec import JobSpec, job_from_mapping
 
@@ -116,8 +116,8 @@ def _at(
             self_requeue_allowed=facts.self_requeue_allowed,
             requeue_delay=site.requeue_delay,
             shorten_requeue=site.shorten_requeue,
-            # Our scripts ask for it; of several words the last one counts to sbatch.
-            requeue="no-requeue" not in map(long_name, site.sbatch_options),
+            # Our scripts ask for it, before the site's own options.
+            requeue=asks_for_requeue(("--requeue", *site.sbatch_options)),
             warned=limit is not None and limit >= WARNED_FROM,
             limit=limit,
             lead=lead_time(job, limit, asked.save or timedelta(0)),

@@ -20,6 +20,8 @@ class SavePace:
 
     def __init__(self, timing: Timing, now: float) -> None:
         self._between = timing.between
+        self._interruptions = timing.interruptions
+        self._began = now
         self._every_s = _seconds(timing.save_every)
         self._next = now + self._every_s
         self._failed = 0
@@ -37,7 +39,9 @@ class SavePace:
         self._failed, self._count_from = 0, now
         if self._between is None:
             return
-        every = best_interval(blocked=blocked, durable=durable, between=self._between)
+        # What goes well now is seen, too: one interruption early on must not count for days.
+        well = timedelta(seconds=now - self._began) / max(1, self._interruptions)
+        every = best_interval(blocked=blocked, durable=durable, between=self._between + well)
         self._every_s = every.total_seconds()
         self._next = now + self._every_s
 

@@ -30,6 +30,7 @@ from slurm_forge.launch.questions import LAST_QUERY_OF_STOP_S, LAST_QUERY_S
 from slurm_forge.launch.seen import Seen
 from slurm_forge.launch.sentinel_step import SentinelStep
 from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.warning_signals import WarningSignals
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.slurm_says import is_ending
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
@@ -96,6 +97,7 @@ class ProgramConductor:
         self._words: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._seen = Seen()
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
+        self._warnings = WarningSignals(watch, timing, note=self._note, clock=clock, now=now)
         self._next_files = 0.0
         self._next_query = clock() + _ASK_SELDOM_S
         self._terminated: float | None = None
@@ -150,6 +152,8 @@ class ProgramConductor:
             own.hear(what, _STEPS)
         for what in self._seen.batch_signals:
             own.signal(what)
+        for what, source in self._warnings.close():
+            _pass_on(own, what, source)
         if self._seen.stopped_by:
             own.stop(self._seen.stopped_by)
         with self._lock:
@@ -176,6 +180,8 @@ class ProgramConductor:
         for each in self._progress.news():
             self._note(each)
         self._take_record(now)
+        for what, source in self._warnings.due():
+            self._act_on(what, source)
         if now >= self._next_fence:
             self._next_fence = now + _FENCE_EVERY_S
             with contextlib.suppress(OSError):
@@ -196,6 +202,12 @@ class ProgramConductor:
         self._press(now)
 
     def _take(self, what: str, source: str) -> None:
+        # Tasks of the program's own have got it from Slurm, and may be saving: then it is a stop.
+        alone = source == _BATCH or (source == _STEPS and not self._process.has_steps())
+        if not alone or not self._warnings.keep(what, source):
+            self._act_on(what, source)
+
+    def _act_on(self, what: str, source: str) -> None:
         seen = self._seen
         if source == _BATCH:
             first = not seen.batch_signals and seen.stop_asked is not None
@@ -270,6 +282,10 @@ class ProgramConductor:
         """What came in the same moment, and Slurm's last word: who ended it, if it was ended."""
         for each in self._progress.end():
             self._note(each)
+        # Slurm has warned every step: one of the program's own that was not found may have obeyed.
+        warned = [each for each in self._warnings.warnings if each[1] == _STEPS]
+        for what, source in (*self._warnings.close(), *warned):
+            self._act_on(what, source)
         seen = self._seen
         if seen.deadline_passed:
             return

@@ -129,6 +129,11 @@ class ProgramProcess:
                 told.append(self._tell_steps(how.signal))
         return f"{how.signal} to {', '.join(told) or 'nobody: there is no process for it'}"
 
+    def has_steps(self) -> bool:
+        """Whether srun runs in it: Slurm signals its tasks itself, whatever it is told by us."""
+        mine = {self.pid, *read_marked(self._mark)}
+        return any(starts_steps(each.words) for each in read_processes() if each.pid in mine)
+
     def _tell_steps(self, name: str) -> str:
         assert self._slurm is not None  # noqa: S101  asked by the caller
         try:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
 from slurm_forge.journal.state import Baseline
-from slurm_forge.recovery.interval import measured_interval, seen_between
+from slurm_forge.recovery.interval import interruptions, measured_interval, seen_between
 from slurm_forge.recovery.stretches import Rules
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
@@ -31,6 +31,8 @@ class Timing:
     #: The mean time between interruptions, where the interval is ours to choose: then every commit
     #: says anew how often to save.
     between: timedelta | None = None
+    #: And how many interruptions that rests on; without any it is an assumption.
+    interruptions: int = 0
     #: For a stop whose end nobody knows (a signal by hand): then the launch is ended anyway.
     stop_within: timedelta = timedelta(minutes=10)
     #: Between Slurm's SIGTERM and its SIGKILL, once it ends the job.
@@ -109,6 +111,7 @@ def timing(
         lead=lead_time(job, limit, timedelta(seconds=slowest)),
         save_every=measured_interval(state, now=now) if automatic else job.checkpoint.every,
         between=seen_between(state, now=now) if automatic else None,
+        interruptions=interruptions(state),
         probe_every=job.probe.every if job.probe.enabled else None,
         probe_deadline=job.probe.deadline,
         probe_silence=job.probe.silence,

@@ -45,6 +45,7 @@ def classify(facts: LaunchFacts, incident_id: str) -> Incident:
         rank=rank,
         hosts=hosts,
         micro_batch=None if first is None else first.micro_batch,
+        usage_error=first is not None and first.usage_error and cause is first.cause,
     )
 
 

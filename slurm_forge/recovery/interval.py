@@ -1,6 +1,7 @@
 """How often to save: what saving costs against what an interruption costs (Young 1974, Daly 2006).
 
 Both are measured: the time that a save holds training up, and how often the run was interrupted.
+Only before the first interruption something is assumed, which whoever is told the result is told.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = [
+    "ASSUMED",
     "FIRST",
     "Advice",
     "advised_interval",
     "best_interval",
+    "interruptions",
     "mean_time_between",
     "measured_interval",
     "seen_between",
@@ -25,8 +28,8 @@ __all__ = [
 
 #: Before anything is known.
 FIRST = timedelta(minutes=10)
-#: What a run is taken for that has not been interrupted yet: as if once in so long.
-_PRIOR = timedelta(hours=24)
+#: Assumed of what has not been interrupted yet: that it will be after so much more time.
+ASSUMED = timedelta(hours=24)
 _LEAST = timedelta(minutes=1)
 _MOST = timedelta(minutes=60)
 #: A save is over, and its disk at rest for a while, before the next one begins.
@@ -48,17 +51,23 @@ def best_interval(*, blocked: timedelta, durable: timedelta, between: timedelta)
 
 
 def mean_time_between(running: timedelta, interruptions: int) -> timedelta:
-    """The mean time between interruptions, of which few or none were seen yet."""
-    return (running + _PRIOR) / (interruptions + 1)
+    """The mean time between interruptions: what was seen alone, once there was one.
+
+    Without any it is an assumption: ``ASSUMED`` longer than what has gone well.
+    """
+    return running / interruptions if interruptions else running + ASSUMED
 
 
 def seen_between(state: RunState, *, now: float) -> timedelta:
     """The mean time between interruptions that the journal of a run has seen."""
     running = timedelta(seconds=sum(_lasted(state, now)))
-    return mean_time_between(
-        running,
-        sum(map(_interruptions, state.attempts[:-1]))
-        + sum(_incidents(attempt) for attempt in state.attempts[-1:]),
+    return mean_time_between(running, interruptions(state))
+
+
+def interruptions(state: RunState) -> int:
+    """How often the journal of a run has seen it interrupted."""
+    return sum(map(_interruptions, state.attempts[:-1])) + sum(
+        _incidents(attempt) for attempt in state.attempts[-1:]
     )
 
 
@@ -114,9 +123,7 @@ def advised_interval(states: Sequence[RunState], *, now: float) -> Advice:
     running = timedelta(
         seconds=sum(sum(_lasted(state, _last_seen(state, now))) for state in states)
     )
-    count = sum(sum(map(_interruptions, state.attempts[:-1])) for state in states) + sum(
-        _incidents(attempt) for state in states for attempt in state.attempts[-1:]
-    )
+    count = sum(map(interruptions, states))
     known = Advice(every=FIRST, runs=len(states), running=running, interruptions=count)
     if not saves:
         return known

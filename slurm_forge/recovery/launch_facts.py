@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from slurm_forge.errors import UsageError
 from slurm_forge.recovery.preflight import Refusal
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.seats import Seats
@@ -13,7 +14,14 @@ from slurm_forge.recovery.stragglers import Straggler
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["LaunchFacts", "LostRank", "RankFailure", "WorkerEnd"]
+__all__ = ["LaunchFacts", "LostRank", "RankFailure", "WorkerEnd", "is_usage_error"]
+
+_USAGE_ERROR = f"{UsageError.__module__}.{UsageError.__qualname__}"
+
+
+def is_usage_error(kind: str) -> bool:
+    """Whether the exception of a rank, by its module and name, is ``UsageError``."""
+    return kind == _USAGE_ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,8 @@ class RankFailure:
     #: All ranks agreed on it (a gradient norm that is not finite): no rank is to blame.
     everybody: bool = False
     after_loss: bool = False
+    #: It called slurm_forge with values that can't work.
+    usage_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)

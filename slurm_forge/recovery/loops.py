@@ -55,11 +55,21 @@ def looping(
         return None
     since = let_go_since(state)
     return (
-        _repeat(state, incident, since)
+        _usage_error(incident)
+        or _repeat(state, incident, since)
         or _crash_loop(state, incident, present, since)
         or _no_progress(limits, state, incident, present, since)
         or _ceiling(limits, state, now, since)
     )
+
+
+# -- an error that no other start changes ----------------------------------------------------------
+
+
+def _usage_error(incident: Incident) -> Loop | None:
+    if not incident.usage_error:
+        return None
+    return Loop("what the program asks for can't work, and another start would ask the same")
 
 
 # -- the same error once more ----------------------------------------------------------------------

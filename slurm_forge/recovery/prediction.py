@@ -22,6 +22,7 @@ __all__ = [
     "FirstSignal",
     "Prediction",
     "ResumesFrom",
+    "brought_back",
     "predict",
 ]
 
@@ -133,10 +134,9 @@ def predict(here: Circumstances) -> Prediction:
     kill_wait = (config and config.kill_wait) or _KILL_WAIT
     if config is not None and config.kill_wait == timedelta(0):
         kill_wait = timedelta(0)
-    known = here.preemption
-    mode = PreemptionMode.OFF if here.above is False else known.mode
-    notice = known.grace if mode in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL) else None
-    back_by = _back_by(here, mode, notice)
+    known, mode = here.preemption, _mode(here)
+    notice = _notice(here)
+    back_by = brought_back(here)
     return Prediction(
         mode=mode,
         notice=notice,
@@ -169,9 +169,18 @@ def _after_limit(here: Circumstances) -> BroughtBack:
     return BroughtBack.RUN if _requeueable(here) else BroughtBack.SUCCESSOR
 
 
-def _back_by(
-    here: Circumstances, mode: PreemptionMode | None, notice: timedelta | None
-) -> BroughtBack:
+def _mode(here: Circumstances) -> PreemptionMode | None:
+    return PreemptionMode.OFF if here.above is False else here.preemption.mode
+
+
+def _notice(here: Circumstances) -> timedelta | None:
+    ends = _mode(here) in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL)
+    return here.preemption.grace if ends else None
+
+
+def brought_back(here: Circumstances) -> BroughtBack:
+    """Who puts a run that was preempted back into the queue."""
+    mode, notice = _mode(here), _notice(here)
     if mode in (PreemptionMode.OFF, PreemptionMode.SUSPEND):
         return BroughtBack.NOBODY
     at_limit = _after_limit(here)

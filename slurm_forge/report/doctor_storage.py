@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.launch.foreseen import Foreseen
-from slurm_forge.recovery.interval import Advice
+from slurm_forge.recovery.interval import ASSUMED, Advice
 from slurm_forge.recovery.prediction import ResumesFrom
 from slurm_forge.report.doctor import Mark, Section, Told
 from slurm_forge.report.purge import PurgeRule, purge_outlook
@@ -220,15 +220,21 @@ def _advice(advice: Advice) -> str:
             f"every {every}: nothing was measured ({looked}). With every_minutes: auto, the "
             "default, a run measures its saves and goes by that."
         )
-    seen = (
-        f"{plural(advice.interruptions, 'interruption')} in {span(advice.running.total_seconds())}"
-    )
     return (
         f"every {every}: {plural(advice.saves, 'save')} in {plural(advice.runs, 'run')} here took "
         f"{span(advice.durable.total_seconds())} at most and held training up for "
-        f"{span(advice.blocked.total_seconds())}; {seen}, so one in about "
-        f"{span(advice.between.total_seconds())} is counted on. every_minutes: auto does the same."
+        f"{span(advice.blocked.total_seconds())}; {_interrupted(advice)}. every_minutes: auto does "
+        "the same."
     )
+
+
+def _interrupted(advice: Advice) -> str:
+    """How often runs were interrupted; what is assumed, where they were not, is told as that."""
+    running, between = (span(each.total_seconds()) for each in (advice.running, advice.between))
+    if advice.interruptions == 0:
+        more = span(ASSUMED.total_seconds())
+        return f"no interruption in {running}; one in {between} is assumed, {more} more"
+    return f"{plural(advice.interruptions, 'interruption')} in {running}, one in about {between}"
 
 
 def _words(value: timedelta) -> str:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from slurm_forge.launch.asking import asked_of
 from slurm_forge.launch.timing import lead_time
 from slurm_forge.recovery.interval import FIRST
+from slurm_forge.recovery.prediction import BroughtBack, Circumstances, brought_back
 from slurm_forge.report.chain_outlook import chain_outlook
 from slurm_forge.report.purge import PurgeRule, purge_outlook
 from slurm_forge.report.saves_outlook import saves_outlook
@@ -15,6 +16,7 @@ from slurm_forge.report.text import clean
 from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site, Storage
 from slurm_forge.site.rules import Finding, Severity, findings
+from slurm_forge.slurm.sbatch_words import asks_for_requeue
 from slurm_forge.spec import JobSpec
 from slurm_forge.units import words_for_duration
 
@@ -47,7 +49,15 @@ def outlook(
     for name in names or [default_partition]:
         facts = site.facts(name, wanted.qos)
         place = _place(site, name, wanted.qos)
-        lines.append(f"{place}: {_preemption(facts.preemption, job)}")
+        back_by = brought_back(
+            Circumstances(
+                preemption=facts.preemption,
+                self_requeue_allowed=facts.self_requeue_allowed,
+                requeue=asks_for_requeue(options or ("--requeue", *site.sbatch_options)),
+                chained=job.chain is not None,
+            )
+        )
+        lines.append(f"{place}: {_preemption(facts.preemption, job, back_by)}")
         preemptions.append(facts.preemption)
         comes_back = comes_back and facts.self_requeue_allowed is not False
     lines += chain_outlook(job, comes_back=comes_back)
@@ -68,7 +78,13 @@ def outlook(
     return tuple(dict.fromkeys(lines))
 
 
-_SUCCESSOR = "a successor job will be submitted (afterany)."
+_BACK = {
+    BroughtBack.RUN: "the run requeues itself, as the same job.",
+    BroughtBack.SLURM: "the run goes on from its last checkpoint.",
+    BroughtBack.SUCCESSOR: "a successor job is submitted (afterany): --no-requeue is in force.",
+    BroughtBack.CHAIN: "the next task goes on.",
+    BroughtBack.PERSON: "the run is held until you let it go on (slurm-forge requeue).",
+}
 
 
 def _place(site: Site, partition: str | None, qos: str | None) -> str:
@@ -80,19 +96,17 @@ def _place(site: Site, partition: str | None, qos: str | None) -> str:
     return ", ".join(parts)
 
 
-def _preemption(known: Preemption, job: JobSpec) -> str:
+def _preemption(known: Preemption, job: JobSpec, back_by: BroughtBack) -> str:
     match known.mode:
         case PreemptionMode.OFF:
             return "jobs are not preempted."
-        case PreemptionMode.REQUEUE:
-            told = (
-                f"preempted jobs are requeued {_notice(known, job)}; "
-                "the run goes on from its last checkpoint."
-            )
-        case PreemptionMode.CANCEL:
-            told = f"preempted jobs are cancelled {_notice(known, job)} and not requeued; " + (
-                "the next task goes on." if job.chain else _SUCCESSOR
-            )
+        case PreemptionMode.REQUEUE if back_by is not BroughtBack.SUCCESSOR:
+            same = back_by is BroughtBack.RUN  # whoever is first
+            back = _BACK[BroughtBack.SLURM if same else back_by]
+            told = f"preempted jobs are requeued {_notice(known, job)}; {back}"
+        case PreemptionMode.REQUEUE | PreemptionMode.CANCEL:
+            # Slurm cancels what it may not requeue.
+            told = f"preempted jobs are cancelled {_notice(known, job)}; {_BACK[back_by]}"
         case PreemptionMode.SUSPEND:
             told = "preempted jobs are suspended and go on later on the same nodes."
         case _:

@@ -69,7 +69,10 @@ def _graces(
     minutes = max(1, round(best.total_seconds() / 60))
     told = f"warning: {notice} is shorter than a save: what was saved periodically is what stays"
     if job.checkpoint.automatic:
-        yield f"{told}; that is every {minutes} min or so (every_minutes: auto, once measured)."
+        yield (
+            f"{told}; that is every {minutes} min or so where the run is interrupted once a day "
+            "(every_minutes: auto goes by what it measures)."
+        )
     elif job.checkpoint.every is not None and job.checkpoint.every <= 2 * best:
         yield f"{told}, every {words_for_duration(job.checkpoint.every)}."
     else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
+from slurm_forge.recovery.prediction import BroughtBack, Circumstances, brought_back
+from slurm_forge.site.model import PartitionFacts, PreemptionMode, Site
 from slurm_forge.site.parts import (
     Confidence,
     GpuRequest,
@@ -12,6 +13,7 @@ from slurm_forge.site.parts import (
     MasterAddress,
     OptionRule,
 )
+from slurm_forge.slurm.sbatch_words import asks_for_requeue
 from slurm_forge.units import format_bandwidth, format_memory, words_for_duration
 
 __all__ = ["site_index", "site_page"]
@@ -111,7 +113,7 @@ def _partitions(site: Site) -> str:
         for name in names
     ]
     if not rows:
-        rows = [_row("every partition", site.facts(None))]
+        rows = [_row(site, "every partition", site.facts(None))]
     return _table(
         ("where", "GPUs of a node", "longest run", "most nodes", "preempted jobs", "note"), rows
     )
@@ -120,10 +122,10 @@ def _partitions(site: Site) -> str:
 def _partition(kind: str, name: str, site: Site) -> Sequence[str]:
     own = site.qos[name] if kind else site.partitions[name]
     facts = site.facts(None, name) if kind else site.facts(name, "-")
-    return _row(f"{kind}`{name}`", facts, own.note)
+    return _row(site, f"{kind}`{name}`", facts, own.note)
 
 
-def _row(where: str, facts: PartitionFacts, note: str | None = None) -> Sequence[str]:
+def _row(site: Site, where: str, facts: PartitionFacts, note: str | None = None) -> Sequence[str]:
     count = "" if facts.gpus_per_node is None else f"{facts.gpus_per_node}x "
     longest = "" if facts.max_time is None else words_for_duration(facts.max_time)
     by_size = [
@@ -144,12 +146,13 @@ def _row(where: str, facts: PartitionFacts, note: str | None = None) -> Sequence
         "" if where.startswith("QOS") else _text(f"{count}{facts.gpu or ''}".removesuffix("x ")),
         "; ".join(filter(None, [longest, *by_size])),
         "" if facts.max_nodes is None else str(facts.max_nodes),
-        _preempted(facts.preemption),
+        _preempted(facts, site),
         _text("; ".join(remarks)),
     )
 
 
-def _preempted(known: Preemption) -> str:
+def _preempted(facts: PartitionFacts, site: Site) -> str:
+    known = facts.preemption
     if known.mode is None:
         return "Slurm is asked"
     notice = {None: "after a notice of unknown length", 0.0: "without notice"}.get(
@@ -160,12 +163,26 @@ def _preempted(known: Preemption) -> str:
     told = {
         PreemptionMode.OFF: "there are none",
         PreemptionMode.REQUEUE: f"requeued {notice}",
-        PreemptionMode.CANCEL: f"cancelled {notice}; a successor is submitted",
+        PreemptionMode.CANCEL: f"cancelled {notice}; {_comes_back(facts, site)}",
         PreemptionMode.SUSPEND: "suspended, and go on later",
     }[known.mode]
     if known.exempt:
         told += f"; not before they have run for {words_for_duration(known.exempt)}"
     return told
+
+
+def _comes_back(facts: PartitionFacts, site: Site) -> str:
+    back_by = brought_back(
+        Circumstances(
+            preemption=facts.preemption,
+            self_requeue_allowed=facts.self_requeue_allowed,
+            requeue=asks_for_requeue(("--requeue", *site.sbatch_options)),
+        )
+    )
+    return {
+        BroughtBack.SUCCESSOR: "a successor is submitted",
+        BroughtBack.PERSON: "the run is held",
+    }.get(back_by, "the run requeues itself")
 
 
 def _asking(site: Site) -> Iterator[str]:

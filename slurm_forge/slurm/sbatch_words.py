@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["LONG_OPTIONS", "PLUGIN_OPTIONS", "long_name", "value_of"]
+from collections.abc import Iterable
+
+__all__ = ["LONG_OPTIONS", "PLUGIN_OPTIONS", "asks_for_requeue", "long_name", "value_of"]
 
 _LONG = """
     account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
@@ -48,6 +50,15 @@ def long_name(option: str) -> str:
         return option[2:].split("=", 1)[0].split(" ", 1)[0]
     word = option.lstrip("-")
     return _SHORT.get(word[:1], word.split(" ", 1)[0].split("=", 1)[0])
+
+
+def asks_for_requeue(options: Iterable[str]) -> bool | None:
+    """What options say of ``--requeue``: to sbatch the last word counts; None where there is none.
+
+    JobRequeue of slurm.conf counts only for a job that says nothing.
+    """
+    words = [word for word in map(long_name, options) if word in ("requeue", "no-requeue")]
+    return words[-1] == "requeue" if words else None
 
 
 def value_of(option: str) -> str | None:

@@ -85,7 +85,8 @@ class CheckpointSpec(Section):
     every_minutes: Minutes | None = Field(
         default=AUTO,
         description="Save when so many minutes have passed since the last one. auto: from what a "
-        "save costs and how often the run is interrupted, both measured (Young and Daly).",
+        "save costs and how often the run is interrupted, both measured (Young and Daly); before "
+        "the first interruption, as if it came after 24 more hours.",
     )
     background: bool = Field(
         default=True,

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from slurm_forge.errors import ConfigError, UnsupportedError
+from slurm_forge.errors import ConfigError, UsageError
 from slurm_forge.training.fetching import InProcess, MicroBatchMaker, Pace, StepIds, WorkerPool
 from slurm_forge.training.order import SampleId, SampleOrder, Windows, micro_sizes
 from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = ["Batch", "BatchSource"]
+__all__ = ["Batch", "BatchSource", "require_indexable"]
 
 #: Samples of this rank for which the order is computed at once (numpy's cost per call, shared out).
 _LOOK_AHEAD = 4096
@@ -59,7 +59,7 @@ class Batch:
 class BatchSource:
     """Iterates the batches of one rank, without end; a context manager that ends the workers.
 
-    ``dataset`` needs ``__len__`` and ``__getitem__`` (UnsupportedError otherwise).  ``micro_batch``
+    ``dataset`` needs ``__len__`` and ``__getitem__`` (UsageError otherwise).  ``micro_batch``
     is the most samples of one forward pass.  ``start_consumed`` and ``start_step`` say where to go
     on: any ``Batch.consumed`` (the step defaults to the steps that the samples before it make).
     ``skipped`` are windows of the stream that are left out.  ``collate_fn`` gets the samples of one
@@ -247,15 +247,25 @@ def _split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:
     return [[next(left) for _ in range(size)] for size in sizes]
 
 
-def _check_dataset(dataset: Any, order: SampleOrder) -> None:
+def require_indexable(dataset: object) -> None:
+    """``UsageError`` for what has no samples that can be asked for one by one."""
+    if dataset is None:
+        raise UsageError(
+            "the dataset is None",
+            next_step="Give run.batches() the dataset: a function that makes it returns it.",
+        )
     indexable = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not indexable:
-        raise UnsupportedError(
+        raise UsageError(
             f"{type(dataset).__name__} can't be asked for one sample by its index, so the samples "
             "after an interruption would not be the ones that come next",
             next_step="Give it __len__ and __getitem__, or iterate over it yourself and register "
             "an object that keeps its position (state_dict and load_state_dict).",
         )
+
+
+def _check_dataset(dataset: Any, order: SampleOrder) -> None:
+    require_indexable(dataset)
     if len(dataset) != order.length:
         raise ConfigError(
             f"the dataset has {len(dataset)} samples, the order was made for {order.length}",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.errors import UnsupportedError
+from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.recovery.fingerprint import sampling_facts
 from slurm_forge.recovery.learned import may_shrink
 from slurm_forge.training.assembly import Parts
-from slurm_forge.training.batches import Batch, BatchSource
+from slurm_forge.training.batches import Batch, BatchSource, require_indexable
 from slurm_forge.training.boundary import DATA_POLL
 from slurm_forge.training.context import RankContext
 from slurm_forge.training.learning import Learning
@@ -28,7 +30,7 @@ __all__ = ["Asked", "Feeding"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the program asked of ``run.batches``."""
+    """What the program asked of ``run.batches``; ``UsageError`` for what can't be."""
 
     dataset: Any
     global_batch_size: int
@@ -36,6 +38,69 @@ class Asked:
     micro_batch_size: int | None
     num_workers: int
     collate_fn: Callable[[list[Any]], Any] | None
+
+    def __post_init__(self) -> None:
+        # Numbers of numpy and torch become Python's own, which JSON can hold.
+        put = partial(object.__setattr__, self)
+        put("until", _checked_until(self.until))
+        put("global_batch_size", _count("global_batch_size", self.global_batch_size))
+        if self.micro_batch_size is not None:
+            put("micro_batch_size", _count("micro_batch_size", self.micro_batch_size))
+        put("num_workers", _count("num_workers", self.num_workers, least=0))
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise UsageError(
+                f"run.batches(collate_fn={self.collate_fn!r}) is not a function",
+                next_step="Give a function that makes a batch of a list of samples, or leave it "
+                "out.",
+            )
+        require_indexable(self.dataset)
+
+
+def _checked_until(until: Any) -> Steps | Epochs:
+    if not isinstance(until, Steps | Epochs):
+        example = _as_int(until, least=1) or 1000
+        raise UsageError(
+            f"run.batches(until={until!r}) does not say of what",
+            next_step=f"Write until=forge.Steps({example}), or forge.Epochs(1) for passes over the "
+            "data.",
+        )
+    count = _as_int(until.count, least=1)
+    if count is None:
+        kind = type(until).__name__
+        raise UsageError(
+            f"run.batches(until=forge.{kind}({until.count!r})) is no length of a run",
+            next_step=f"Write a whole number from 1 on: forge.{kind}(1000) counts from the start "
+            "of the run, not of this attempt.",
+        )
+    return replace(until, count=count)
+
+
+_WHAT_COUNTS = {
+    "global_batch_size": "the samples of one optimizer step, on all ranks together",
+    "micro_batch_size": "the samples of one forward pass on one rank, or leave it out",
+    "num_workers": "the number of loader processes of each rank",
+}
+
+
+def _count(name: str, value: object, *, least: int = 1) -> int:
+    count = _as_int(value, least=least)
+    if count is None:
+        raise UsageError(
+            f"run.batches({name}={value!r}) is not a whole number from {least} on",
+            next_step=f"Set {name} to {_WHAT_COUNTS[name]}.",
+        )
+    return count
+
+
+def _as_int(value: Any, *, least: int) -> int | None:
+    """A whole number of at least that, of numpy and torch as well; ``True`` is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        count = operator.index(value)
+    except TypeError:
+        return None
+    return count if count >= least else None
 
 
 class Feeding:

@@ -29,7 +29,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from slurm_forge.errors import ConfigError
+from slurm_forge.errors import ConfigError, UsageError
 from slurm_forge.vocabulary.plan import SampleWindow
 
 __all__ = ["SampleId", "SampleOrder", "Windows", "fitting_micro_batch", "micro_sizes"]
@@ -115,9 +115,9 @@ class SampleOrder:
         return self._at(without.all_at(np.arange(kept, kept + count, dtype=np.uint64)))
 
     def share(self, ranks: int) -> int:
-        """Samples per rank and step for ``ranks`` data-parallel ranks; ConfigError if uneven."""
+        """Samples per rank and step for ``ranks`` data-parallel ranks; UsageError if uneven."""
         if ranks < 1 or self.global_batch % ranks:
-            raise ConfigError(
+            raise UsageError(
                 f"a global batch of {self.global_batch} can't be shared equally by "
                 f"{ranks} data-parallel ranks",
                 next_step=_nearest(self.global_batch, ranks),

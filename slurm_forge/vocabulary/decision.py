@@ -70,6 +70,8 @@ class Incident:
     repeats: bool | None = None
     #: What is bad lies in memory already (a weight, a moment): no sample is to blame for it.
     in_memory: bool = False
+    #: The program called slurm_forge with values that can't work: it would again.
+    usage_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,14 +47,16 @@ BATCH, STEPS = 16, 12
 
 def train(run: forge.Run) -> None:
     """``args``: faults; hold, a step before which rank 0 waits for the file ``go`` in attempt 1;
-    return, a step after which rank 0 is gone; batch, the global batch that each rank believes in.
+    return, a step after which rank 0 is gone; batch, the global batch that each rank believes in;
+    until, what is said of the run's length instead of its steps.
     """
     model = build(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     run.register(model=model, optimizer=optimizer)
     faults, record = Faults(run.args.get("faults", ())), _Record(run)
     size = run.args.get("batch", [BATCH, BATCH])[run.rank]
-    for batch in run.batches(Samples(), global_batch_size=size, until=forge.Steps(STEPS)):
+    until = run.args.get("until", forge.Steps(STEPS))
+    for batch in run.batches(Samples(), global_batch_size=size, until=until):
         step = run.step_number
         if run.rank == 0 and step == run.args.get("return"):
             return
@@ -245,6 +247,19 @@ def test_ranks_with_other_batch_sizes_are_refused_before_the_first_step(tmp_path
     assert run_state(run).status is RunStatus.HELD
     assert "global_batch_size is 16 on rank 0 and 32 on rank 1" in incident.evidence[0].text
     assert run_state(run).high_water == 0
+
+
+def test_a_call_that_can_not_work_is_held_at_once_whatever_the_ladder_says(tmp_path: Path) -> None:
+    ladder = [{"do": "relaunch", "times": 3}]
+    run = here(tmp_path, ranks=1, args={"until": 60}, recovery={"app_error": ladder})
+    state = run_state(run)
+    assert incidents(state) == [(Cause.APP_ERROR, Action.HOLD)]
+    assert state.status is RunStatus.HELD and state.high_water == 0
+    assert [len(attempt.launches) for attempt in state.attempts] == [1], "a useless second start"
+    assert "another start would ask the same; next: correct the error" in state.reason
+    ((_, incident),) = state.attempts[0].incidents
+    assert "Write until=forge.Steps(60)" in incident.evidence[0].text
+    assert "(test_local_runs.py:" in incident.evidence[0].text, "not where it is written"
 
 
 @pytest.mark.slow

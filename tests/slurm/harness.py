@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,16 @@ class Watched:
 
     def digest(self) -> str:
         return digest(self.run.path, random=True)
+
+
+def left_of_limit(text: str, *, at: float) -> float:
+    """Seconds from ``at`` to the EndTime that a text names."""
+    named = re.search(r"EndTime=(\d\d):(\d\d):(\d\d)", text)
+    assert named is not None, text
+    hour, minute, second = map(int, named.groups())
+    then = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
+    end = then.replace(hour=hour, minute=minute, second=second, microsecond=0)
+    return ((end - then) % timedelta(days=1)).total_seconds()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
-from tests.slurm.harness import REPOSITORY, Watched, environment
+from tests.slurm.harness import REPOSITORY, Watched, environment, left_of_limit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -231,3 +231,53 @@ def test_a_task_of_an_array_comes_back_alone(slurm: SlurmCluster, tmp_path: Path
     for task in tasks:
         done = (tmp_path / f"out.{task}" / "all").read_text().split()
         assert done == [str(n) for n in range(1, 81)], "two of them did its work"
+
+
+@pytest.mark.slow
+def test_a_program_that_slurm_does_not_signal_is_told_by_the_clock(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """``--signal=USR1@30`` goes to steps, up to 90 s before the end; the lead is 24 s."""
+    job = own(
+        slurm,
+        tmp_path,
+        "--partition=normal --time=2 --signal=USR1@30 --requeue",
+        command='exec slurm-forge exec --progress-file "$OUT/done" -- '
+        'bash examples/exec/loop.sh "$OUT" 520',
+    )
+    script = of_name(slurm, tmp_path, "own", job)
+    script.wait_file("done")
+    state = script.watched.wait_finished(240)
+    assert len(state.attempts) == 2 and state.attempts[0].outcome == "requeued"
+    assert state.attempts[0].incidents[0][1].cause is Cause.TIME_LIMIT
+    assert "SIGUSR1: Slurm's warning of the time limit" in script.texts(Note)
+    ((stopped, notice),) = script.watched.events(NoticeSeen)
+    assert (notice.what, notice.source) == ("end of the time limit", "clock")
+    left = left_of_limit(script.texts(Note), at=stopped)
+    assert left <= 24 + 2, "a part of the limit was given away"
+    assert (script.out / "all").read_text().split() == [str(n) for n in range(1, 521)]
+
+
+@pytest.mark.slow
+def test_tasks_that_slurm_has_signalled_are_stopped_by_it_as_ever(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """They have got the warning themselves, and what they do then is a stop."""
+    tasks = tmp_path / "tasks.sh"
+    tasks.write_text(
+        "trap 'touch $OUT/signalled; exit 0' USR1; mkdir -p $OUT; touch $OUT/done.1\n"
+        "[ -e $OUT/signalled ] || while true; do sleep 0.1; done\n"
+    )
+    job = own(
+        slurm,
+        tmp_path,
+        "--partition=normal --time=2 --signal=USR1@30 --requeue",
+        command=f"exec slurm-forge exec --notify USR1 -- srun bash {tasks}",
+    )
+    script = of_name(slurm, tmp_path, "own", job)
+    script.wait_file("done.1")
+    state = script.watched.wait_finished(240)
+    assert len(state.attempts) == 2 and state.attempts[0].outcome == "requeued"
+    ((_, notice),) = script.watched.events(NoticeSeen)
+    assert (notice.what, notice.source) == ("SIGUSR1", "tasks of steps")
+    assert "by Slurm itself" in script.texts(Note)

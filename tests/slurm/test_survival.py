@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.journal.events import CheckpointCommitted, NoticeSeen, Resumed
+from slurm_forge.journal.events import CheckpointCommitted, Note, NoticeSeen, Resumed
 from slurm_forge.launch.asked_back import reconcile
+from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, Way, environment, submit
+from tests.slurm.harness import Watched, Way, environment, left_of_limit, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -176,6 +177,35 @@ def test_time_limit_shorter_than_the_training(
     assert repeated_steps(watched) == 0
     assert consumed(watched.run.path) == samples
     assert watched.digest() == reference
+
+
+@pytest.mark.slow
+def test_a_short_limit_is_used_to_its_end_though_slurm_warns_long_before(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Slurm sends ``--signal=USR1@30`` 30 to 90 s before the end, and the lead is 24 s."""
+    watched = submit(
+        slurm,
+        tmp_path,
+        nodes=2,
+        name="warned",
+        partition="normal",
+        minutes=2,
+        args={"steps": 560, "pace": 0.2, "later_pace": 0.01},
+        site=Site.model_validate({"name": "warning", "sbatch_options": ["--signal=USR1@30"]}),
+    )
+    state = watched.wait_finished(240)
+    assert len(state.attempts) == 2 and state.attempts[0].outcome == "requeued"
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.confidence) == (Cause.TIME_LIMIT, Confidence.CERTAIN)
+    warned = [
+        (at, e.text) for at, e in watched.events(Note) if "warning of the time limit" in e.text
+    ]
+    ((stopped, notice),) = watched.events(NoticeSeen)
+    assert (notice.what, notice.source) == ("end of the time limit", "clock")
+    assert warned[0][0] < stopped
+    assert left_of_limit(warned[0][1], at=stopped) <= 24 + 2, "a part of the limit was given away"
+    assert repeated_steps(watched) == 0
 
 
 @pytest.mark.slow

@@ -19,12 +19,10 @@ from typing import Any
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import NoticeSeen, RequeueDone, Resumed
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, submit_script
 from slurm_forge.recovery.live_seen import RoundKind, Way
 from slurm_forge.recovery.prediction import BroughtBack, FirstSignal, ResumesFrom
-from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.spec import job_from_mapping
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 from slurm_forge.testing.cluster.spec import PartitionPreemption, PartitionSpec, QosSpec
 from tests.jobs import consumed
@@ -60,7 +58,8 @@ class Promise:
     training: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
     hold: float = 1.0
-    self_requeue: bool | None = None
+    #: What the site file says beside its name.
+    site: Mapping[str, Any] = field(default_factory=dict)
     representative: bool = False
 
 
@@ -101,6 +100,7 @@ def _qos(mode: str, grace: timedelta = timedelta(0), **more: Any) -> ClusterSpec
 
 
 _BY_QOS: Mapping[str, Any] = {"partition": "normal", "qos": "scavenge"}
+_NO_REQUEUE = {"site": {"sbatch_options": ["--no-requeue"]}}
 _LONG = {"long_step": 25, "long_seconds": 60}
 
 PROMISES: tuple[Promise, ...] = (
@@ -129,6 +129,19 @@ PROMISES: tuple[Promise, ...] = (
     Promise(name="qos-requeue-grace", spec=_qos("REQUEUE", _GRACE), **_BY_QOS),
     Promise(name="qos-cancel-grace", spec=_qos("CANCEL", _GRACE), **_BY_QOS),
     Promise(name="qos-requeue-nograce", spec=_qos("REQUEUE"), **_BY_QOS),
+    Promise(
+        name="cancel-grace-no-requeue",
+        spec=_partitions("CANCEL", _GRACE),
+        representative=True,
+        **_NO_REQUEUE,
+    ),
+    Promise(name="cancel-nograce-no-requeue", spec=_partitions("CANCEL"), **_NO_REQUEUE),
+    Promise(name="requeue-grace-no-requeue", spec=_partitions("REQUEUE", _GRACE), **_NO_REQUEUE),
+    Promise(name="requeue-nograce-no-requeue", spec=_partitions("REQUEUE"), **_NO_REQUEUE),
+    Promise(
+        name="cancel-grace-jobrequeue-0",
+        spec=_partitions("CANCEL", _GRACE, job_requeue=False),
+    ),
 )
 
 
@@ -141,11 +154,12 @@ def keep(promise: Promise, cluster: SlurmCluster, folder: Path) -> Kept:
     try:
         with cluster.configured(promise.spec):
             try:
-                watched = _run_of(promise, cluster, folder)
+                watched, submitted = _run_of(promise, cluster, folder)
                 stubborn = _Stubborn(promise, cluster, folder)
                 # While the run trains: what is asked of doctor must not depend on it.
                 told = _doctor(promise, cluster, folder)
-                fields = _compared(told, _preempted(promise, cluster, watched, stubborn))
+                came = _preempted(promise, cluster, watched, stubborn)
+                fields = (*_compared(told, came), submit_said(submitted, came))
             finally:
                 cluster.reset()
     except (ForgeError, AssertionError, KeyError, OSError, ValueError) as error:
@@ -163,7 +177,8 @@ def _doctor(promise: Promise, cluster: SlurmCluster, folder: Path) -> dict[str, 
     job.write_text(json.dumps(_job(promise)))  # which is YAML
     with environment(cluster, folder / "nodes"):
         done = cluster.run(
-            *(*VERB, "--quick", "--runs", str(folder / "runs"), str(job)),
+            *VERB,
+            *("--quick", "--runs", str(folder / "runs"), *_site_of(promise, folder), str(job)),
             check=False,
             timeout=180,
             cwd=REPOSITORY,
@@ -225,12 +240,32 @@ def _job(promise: Promise) -> dict[str, Any]:
     )
 
 
-def _run_of(promise: Promise, cluster: SlurmCluster, folder: Path) -> Watched:
-    spec, site = job_from_mapping(_job(promise)), find_site("generic")
+def _site_of(promise: Promise, folder: Path) -> list[str]:
+    """The options for a site file of that promise, where it needs one."""
+    if not promise.site:
+        return []
+    file = folder / "truth.yaml"
+    file.write_text(json.dumps({"name": "truth", **promise.site}))
+    file.chmod(0o600)
+    return ["--site", str(file)]
+
+
+def _run_of(promise: Promise, cluster: SlurmCluster, folder: Path) -> tuple[Watched, str]:
+    """The run, submitted as a person does it, and what was promised to them by ``submit``."""
+    job = folder / "submitted.yaml"
+    job.write_text(json.dumps(_job(promise)))
     with environment(cluster, folder / "nodes"):
-        run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=REPOSITORY)
-        slurm = SubprocessSlurm.of_this_process()
-        return Watched(cluster, run, file, submit_script(run, file, site, slurm))
+        done = cluster.run(
+            *(sys.executable, "-m", "slurm_forge.cli.main", "submit", "--json"),
+            *("--runs", str(folder / "runs"), *_site_of(promise, folder), str(job)),
+            check=False,
+            timeout=60,
+            cwd=REPOSITORY,
+        )
+    assert done.returncode == 0, done.stderr + done.stdout
+    body = json.loads(done.stdout)
+    run = RunDirectory.existing(body["path"])
+    return Watched(cluster, run, read_run_file(run.spec_file), body["job"]), " ".join(body["notes"])
 
 
 _STUBBORN = """\
@@ -375,6 +410,28 @@ def _compared(told: dict[str, Any], came: Happened) -> tuple[Field, ...]:
         *_reached(told, came),
     ]
     return tuple(fields)
+
+
+#: What ``submit`` says of a preemption, by who then brings the run back.
+_SUBMIT_SAYS = {
+    BroughtBack.NOBODY: ("not preempted", "are suspended"),
+    BroughtBack.RUN: ("the run requeues itself, as the same job", "preempted jobs are requeued"),
+    BroughtBack.SLURM: ("preempted jobs are requeued",),
+    BroughtBack.SUCCESSOR: ("a successor job is submitted",),
+}
+
+
+def submit_said(text: str, came: Happened) -> Field:
+    """Whether what ``submit`` has told, and nothing else, is what happened."""
+    said = [words for several in _SUBMIT_SAYS.values() for words in several if words in text]
+    expected = _SUBMIT_SAYS.get(came.back_by, ())
+    kept = bool(said) and set(said) <= set(expected)
+    return Field(
+        name="submit says",
+        promised=", ".join(dict.fromkeys(said)) or "nothing",
+        happened=came.back_by.value,
+        kept=kept,
+    )
 
 
 def _same(name: str, promised: object, happened: object) -> Field:

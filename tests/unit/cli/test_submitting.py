@@ -31,8 +31,8 @@ def test_submit_says_what_will_happen_and_which_job_it_is(
     result = shell("submit", "train.yaml")
     assert result.exit_code == 0, result.stderr
     assert (
-        "generic, partition long: preempted jobs are cancelled after 120 s of notice and not "
-        "requeued; a successor job will be submitted (afterany).\n"
+        "generic, partition long: preempted jobs are cancelled after 120 s of notice; the run "
+        "requeues itself, as the same job.\n"
     ) in result.stdout
     assert result.stdout.endswith(
         "submitted tiny-gpt as job 8812301.   follow: slurm-forge status tiny-gpt --follow\n"

@@ -246,6 +246,9 @@ class Step:
         self._start.after(timedelta(seconds=SAVE_S), lambda: self._leave(0))
         return how.signal
 
+    def has_steps(self) -> bool:
+        return False
+
     def words(self) -> str:
         return self.text
 

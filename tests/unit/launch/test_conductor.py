@@ -30,6 +30,7 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.timing import Timing
 from slurm_forge.recovery import LaunchFacts, classify
+from slurm_forge.recovery import warning_signal as warning_module
 from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
@@ -394,6 +395,50 @@ def test_a_signal_for_the_batch_step_stops_the_ranks_too(stage: Stage) -> None:
     assert facts.batch_signals == ("SIGTERM",)
     assert [seen.source for seen in stage.journalled(ev.NoticeSeen)] == ["batch step"]
     assert stage.cause() is Cause.USER_CANCELLED
+
+
+@pytest.fixture
+def near_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any time counts as near the end, and Slurm's answer is waited for as long as it takes."""
+    monkeypatch.setattr(warning_module, "_EARLY", timedelta(hours=24))
+    monkeypatch.setattr(warning_module, "patience", lambda lead: timedelta(hours=1))
+
+
+@pytest.mark.usefixtures("near_the_end")
+def test_slurms_warning_of_the_time_limit_stops_nobody(stage: Stage) -> None:
+    stage.start()
+    for rank in (0, 1):
+        stage.notice(rank, "SIGUSR1")
+    stage.conductor.signal("SIGUSR1")
+    until(lambda: stage.journalled(ev.Note), "the note of it")
+    step = stage.ranks[0].step
+    until(lambda: stage.ranks[0].step > step + 3, "training to go on")
+    assert stage.journalled(ev.NoticeSeen) == []
+    stage.notice(0, "SIGTERM")
+    facts = stage.end()
+    assert facts.rank_signals == ("SIGTERM",) and facts.batch_signals == ()
+    assert all((RequestKind.STOP, stage.ranks[0].step) in rank.acted for rank in stage.ranks)
+
+
+@pytest.mark.usefixtures("near_the_end")
+def test_the_same_signal_at_a_preemption_stops_everybody(stage: Stage) -> None:
+    stage.start()
+    stage.preempt()
+    stage.notice(1, "SIGUSR1")
+    assert stage.cause() is Cause.PREEMPTED
+    assert [(e.what, e.source) for e in stage.journalled(ev.NoticeSeen)] == [("SIGUSR1", "rank 1")]
+
+
+def test_a_warning_that_slurm_does_not_explain_in_time_is_a_stop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warning_module, "_EARLY", timedelta(hours=24))
+    stage.start()
+    stage.slurm.open.clear()
+    stage.notice(0, "SIGUSR2")
+    until(lambda: stage.journalled(ev.NoticeSeen), "the notice")
+    stage.slurm.open.set()
+    assert stage.end().rank_signals == ("SIGUSR2",)
 
 
 def test_signals_on_every_rank_are_one_stop(stage: Stage) -> None:

@@ -47,6 +47,26 @@ def test_an_automatic_interval_follows_what_a_save_costs() -> None:
     assert first_due(dear) == 930  # sqrt(2 * 5 s * 24 h)
 
 
+def test_an_interruption_early_on_counts_for_less_the_longer_it_goes_well() -> None:
+    """One after a minute: a save that costs 5 s comes every minute at first, and not for a day."""
+    made = SavePace(
+        Timing(
+            lead=60 * SECOND,
+            save_every=60 * SECOND,
+            probe_every=None,
+            probe_deadline=SECOND,
+            between=60 * SECOND,
+            interruptions=1,
+        ),
+        0.0,
+    )
+    waits = []
+    for now in (0.0, 3600.0, 36000.0):
+        made.committed(now, blocked=5 * SECOND, durable=5 * SECOND)
+        waits.append(next(wait for wait in range(10_000) if made.due(now + wait)))
+    assert waits == [60, 192, 601]  # sqrt(2 * 5 s * …) of 1 min, 61 min, 10 h
+
+
 def test_a_failed_save_is_tried_again_soon_and_not_for_ever() -> None:
     made = pace(every=3600)
     now, waits = 0.0, []

@@ -46,6 +46,13 @@ def held_after(life: Life, cause: Cause, most: int = 30, **changes: object) -> i
     return None
 
 
+@pytest.mark.parametrize("usage_error", [True, False])
+def test_only_what_no_other_start_changes_is_held_at_once(usage_error: bool) -> None:
+    told = words("UsageError: run.batches(until=60) does not say of what")
+    held = held_after(Life(patient()), Cause.APP_ERROR, evidence=told, usage_error=usage_error)
+    assert held == (1 if usage_error else 2)
+
+
 def words(text: str) -> tuple[Evidence, ...]:
     return (Evidence("rank 0 on n1", text),)
 

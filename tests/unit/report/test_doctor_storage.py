@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -114,7 +115,19 @@ def test_advice_says_what_it_rests_on() -> None:
     )  # fmt: skip
     (told,) = checkpoint_section(seen, ()).told
     assert "every 9 min: 7 saves in 3 runs here took 6.0 s at most" in told.text
-    assert "1 interruption in 2 d 10 h, so one in about 41 h is counted on" in told.text
+    assert "; 1 interruption in 2 d 10 h, one in about 2 d 10 h. every_minutes" in told.text
+
+
+def test_advice_mixes_nothing_assumed_into_what_was_seen() -> None:
+    """31 interruptions in 75 min are one in 2.4 min, and no day is added to that."""
+    seen = Advice(
+        every=timedelta(minutes=1), runs=3, saves=7, blocked=timedelta(seconds=0.3),
+        durable=timedelta(seconds=6), running=timedelta(minutes=75), interruptions=31,
+    )  # fmt: skip
+    (told,) = checkpoint_section(seen, ()).told
+    assert "31 interruptions in 75 min, one in about 2 min 25 s." in told.text
+    (quiet,) = checkpoint_section(replace(seen, interruptions=0), ()).told
+    assert "no interruption in 75 min; one in 25 h 15 min is assumed, 24 h more" in quiet.text
 
 
 def test_a_size_that_nobody_knows_is_not_told() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from slurm_forge.recovery.prediction import BroughtBack, Circumstances, predict
 from slurm_forge.report.outlook import outlook
 from slurm_forge.run_directory.save_notes import SaveNote
-from slurm_forge.site.model import Site
+from slurm_forge.site.model import Preemption, PreemptionMode, Site
 from slurm_forge.spec import job_from_mapping
 
 
@@ -20,9 +21,68 @@ def told(site: dict[str, Any], resources: dict[str, Any] | None = None, **job: A
 def test_a_partition_that_cancels() -> None:
     site = {"partitions": {"long": {"preemption": {"mode": "CANCEL", "grace": "120s"}}}}
     assert told(site, {"partition": "long"}).startswith(
-        "hill, partition long: preempted jobs are cancelled after 120 s of notice and not "
-        "requeued; a successor job will be submitted (afterany)."
+        "hill, partition long: preempted jobs are cancelled after 120 s of notice; the run "
+        "requeues itself, as the same job."
     )
+
+
+NO_REQUEUE = {"sbatch_options": ["--no-requeue"]}
+FORBIDDEN = {"self_requeue_allowed": False}
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace", "site", "words"),
+    [
+        ("CANCEL", "60s", {}, "cancelled after 60 s of notice; the run requeues itself, as the"),
+        ("CANCEL", "0s", {}, "kept: c); the run requeues itself, as the same job."),
+        (
+            "CANCEL",
+            "60s",
+            NO_REQUEUE,
+            "of notice; a successor job is submitted (afterany): --no",
+        ),
+        (
+            "CANCEL",
+            "60s",
+            FORBIDDEN,
+            "the run is held until you let it go on (slurm-forge",
+        ),
+        ("REQUEUE", "60s", {}, "requeued after 60 s of notice; the run goes on from its last"),
+        (
+            "REQUEUE",
+            "60s",
+            NO_REQUEUE,
+            "cancelled after 60 s of notice; a successor job is",
+        ),
+        (
+            "REQUEUE",
+            "0s",
+            NO_REQUEUE,
+            "a successor job is submitted (afterany): --no-requeue",
+        ),
+        ("REQUEUE", "60s", FORBIDDEN, "requeued after 60 s of notice; the run is held until you"),
+        # Slurm itself does it, at once.
+        ("REQUEUE", "0s", FORBIDDEN, "the run goes on from its last checkpoint"),
+    ],
+)
+def test_who_brings_it_back_is_what_doctor_says_as_well(
+    mode: str, grace: str, site: dict[str, Any], words: str
+) -> None:
+    preemption = Preemption(mode=PreemptionMode(mode), grace=grace)
+    text = told({"preemption_default": {"mode": mode, "grace": grace}, **site})
+    assert words in text.replace(
+        "(only what was saved stays: checkpoint every 10 min (later as often as it pays))",
+        "kept: c)",
+    )
+    back_by = predict(
+        Circumstances(
+            preemption=preemption,
+            requeue=site is not NO_REQUEUE,
+            self_requeue_allowed=site.get("self_requeue_allowed"),
+        )
+    ).back_by
+    assert (back_by is BroughtBack.SUCCESSOR) == ("successor" in text)
+    assert (back_by is BroughtBack.PERSON) == ("is held until" in text)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +188,8 @@ def test_a_notice_shorter_than_a_save_leaves_only_the_periodic_ones() -> None:
     text = told_of_saves(45.0, "20s")
     assert (
         "warning: the notice of 20 s at a preemption is shorter than a save: what was saved "
-        "periodically is what stays; that is every 4 min or so (every_minutes: "
-        "auto, once measured)."
+        "periodically is what stays; that is every 4 min or so where the run is interrupted once a "
+        "day (every_minutes: auto goes by what it measures)."
     ) in text
     seldom = told_of_saves(45.0, "20s", checkpoint={"every_minutes": 60})
     assert "what loses least is checkpoint.every_minutes: 4, where the run is" in seldom
@@ -153,7 +213,7 @@ CHAIN: dict[str, Any] = {"template": "array", "chain": 5}
 def test_an_array_says_how_long_it_can_go_and_what_follows() -> None:
     site = {"preemption_default": {"mode": "CANCEL", "grace": "120s"}}
     text = told(site, {"time": "12:00:00"}, **CHAIN)
-    assert "cancelled after 120 s of notice and not requeued; the next task goes on." in text
+    assert "cancelled after 120 s of notice; the next task goes on." in text
     assert (
         "an array of 5 tasks, one at a time, each of them an attempt of 12 h, 60 h in all: the "
         "next one starts when the one before has ended; behind the last one the run is requeued."

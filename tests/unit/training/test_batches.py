@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from slurm_forge.errors import ConfigError, ForgeError, UnsupportedError
+from slurm_forge.errors import ConfigError, ForgeError, UsageError
 from slurm_forge.training import rng
 from slurm_forge.training.batches import BatchSource
 from slurm_forge.training.order import SampleOrder
@@ -432,7 +432,7 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("dataset", [Stream(), iter(range(3)), (i for i in range(3))])
 def test_data_without_an_index_is_refused_with_what_to_do(dataset):
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UsageError) as caught:
         BatchSource(dataset, SampleOrder(0, 10, 2), rank=0, ranks=1, micro_batch=1)
     assert "__getitem__" in str(caught.value)
 

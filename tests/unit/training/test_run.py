@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ import slurm_forge as forge
 from slurm_forge.checkpoint import save as save_module
 from slurm_forge.control import LaunchBrief, Request, RequestKind
 from slurm_forge.control import protocol as p
-from slurm_forge.errors import CheckpointError, CheckpointMissingError, UnsupportedError
+from slurm_forge.errors import CheckpointError, CheckpointMissingError, UnsupportedError, UsageError
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
@@ -741,3 +742,61 @@ def test_a_step_without_any_optimizer_is_an_error(lab):
     with pytest.raises(UnsupportedError, match="no optimizer"):
         for batch in batches(run, 1):
             run.train_step(batch, lambda micro: (micro * weight).mean())
+
+
+# -- what run.batches() is given -------------------------------------------------------------------
+
+GIVEN: dict[str, Any] = {
+    "dataset": Numbers(), "global_batch_size": 4, "until": forge.Steps(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"until": 60}, "until=60) does not say of what\n  Write until=forge.Steps(60),"),
+        ({"until": "60"}, "until='60') does not say of what\n  Write until=forge.Steps("),
+        ({"until": 60.0}, "Write until=forge.Steps("),
+        ({"until": True}, "Write until=forge.Steps(1000)"),
+        ({"until": None}, "until=None) does not say of what"),
+        ({"until": forge.Steps}, "does not say of what"),
+        ({"until": forge.Steps(0)}, "until=forge.Steps(0)) is no length of a run"),
+        ({"until": forge.Steps(-3)}, "a whole number from 1 on"),
+        ({"until": forge.Steps("60")}, "until=forge.Steps('60'))"),  # type: ignore[arg-type]
+        ({"until": forge.Epochs(0)}, "until=forge.Epochs(0))"),
+        ({"until": forge.Epochs(1.5)}, "until=forge.Epochs(1.5))"),  # type: ignore[arg-type]
+        ({"global_batch_size": 0}, "global_batch_size=0) is not a whole number from 1 on"),
+        ({"global_batch_size": -1}, "global_batch_size=-1)"),
+        ({"global_batch_size": "8"}, "global_batch_size='8')"),
+        ({"global_batch_size": 8.0}, "global_batch_size=8.0)"),
+        ({"global_batch_size": None}, "Set global_batch_size to the samples of one optimizer step"),
+        ({"global_batch_size": True}, "global_batch_size=True)"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0) is not a whole number from 1 on"),
+        ({"micro_batch_size": -2}, "micro_batch_size=-2)"),
+        ({"micro_batch_size": "2"}, "micro_batch_size='2')"),
+        ({"num_workers": -1}, "num_workers=-1) is not a whole number from 0 on"),
+        ({"num_workers": None}, "num_workers=None)"),
+        ({"collate_fn": "stack"}, "collate_fn='stack') is not a function"),
+        ({"dataset": None}, "the dataset is None"),
+        ({"dataset": 7}, "int can't be asked for one sample by its index"),
+        ({"dataset": iter([1, 2])}, "__len__ and __getitem__"),
+    ],
+)
+def test_what_batches_can_not_be_made_of_is_refused_where_it_is_written(lab, given, says):
+    run, _ = lab().start()
+    prepared(run)
+    with pytest.raises(UsageError) as caught:
+        run.batches(**{**GIVEN, **given})  # not one batch is asked for
+    assert says in str(caught.value)
+
+
+def test_numbers_of_other_libraries_count_as_well(lab):
+    run, _ = lab().start()
+    prepared(run)
+    numbers = {
+        "global_batch_size": np.int64(4),
+        "micro_batch_size": torch.tensor(2),
+        "until": forge.Steps(np.int64(3)),  # type: ignore[arg-type]
+    }
+    batch = next(run.batches(**{**GIVEN, **numbers}))
+    assert batch.micro_sizes == (2, 2)
