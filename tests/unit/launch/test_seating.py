@@ -51,8 +51,9 @@ class Place:
     nodelist: list[str]
 
     def happens(self, cause: Cause, *hosts: str) -> None:
-        launch = self.attempt.launch
-        incident = Incident(id=f"1.{launch}", cause=cause, confidence=Confidence.GUESS, hosts=hosts)
+        self.attempt.launch += 1
+        name = self.attempt.incident_id
+        incident = Incident(id=name, cause=cause, confidence=Confidence.GUESS, hosts=hosts)
         self.attempt.journal.write(ev.IncidentSeen(incident=incident))
 
     def planned(self, **plan: object) -> None:

@@ -14,7 +14,7 @@ from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank, RankFailure
 from slurm_forge.recovery.probing import Found
 from slurm_forge.recovery.stalls import Stall
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
@@ -91,6 +91,20 @@ STALL = Stall(
     limit=timedelta(seconds=30), evidence=(Evidence("watchdog", "rank 3 stands still"),),
 )  # fmt: skip
 
+
+def row(state: JobState) -> AccountingRecord:
+    return AccountingRecord(
+        job_ref="7", step=None, job_id=7, state=state, state_text=state.value, start_time=NOW
+    )
+
+
+CANCELLED_IN_GRACE = job(JobState.COMPLETING, preempt_time=NOW - timedelta(seconds=1), end_time=NOW)
+STEP_TEXT = (
+    "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T12:00:00 ***\n"
+    "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+)
+
+
 CASES = [
     Case(
         "a standstill; ranks that were ended for it lost their peers",
@@ -166,7 +180,7 @@ CASES = [
     Case(
         "an administrator's requeue: COMPLETING as after scancel, but Restarts has gone up",
         Cause.ADMIN_REQUEUE,
-        Confidence.LIKELY,
+        Confidence.GUESS,
         {
             **BOTH,
             "job_first": RUNNING,
@@ -175,9 +189,55 @@ CASES = [
         says="Restarts from 0 to 1",
     ),
     Case(
+        "requeued by somebody, as accounting says",
+        Cause.ADMIN_REQUEUE,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(JobState.COMPLETING, restarts=1, start_time=NOW, end_time=NOW + LIMIT),
+            "job_rows": (row(JobState.REQUEUED), row(JobState.PENDING)),
+        },
+        says="sacct",
+    ),
+    Case(
+        "a scancel in the moment of the notice: PreemptTime is set, the grace time is not over",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {**BOTH, "job": CANCELLED_IN_GRACE, "grace": timedelta(seconds=30)},
+        says="before the end of the grace time of 30 s",
+    ),
+    Case(
+        "the same where only accounting knows",
+        Cause.USER_CANCELLED,
+        Confidence.CERTAIN,
+        {**BOTH, "job": CANCELLED_IN_GRACE, "job_rows": (row(JobState.CANCELLED),)},
+        says="CANCELLED",
+    ),
+    Case(
+        "preempted without grace where preemption cancels",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**BOTH, "job": CANCELLED_IN_GRACE, "job_rows": (row(JobState.PREEMPTED),)},
+    ),
+    Case(
+        "the batch step was signalled, ranks are gone, and Slurm does not answer",
+        Cause.PREEMPTED,
+        Confidence.GUESS,
+        {**BOTH, "job_first": RUNNING, "lost": (LostRank(1, "n1"),), "launcher_text": STEP_TEXT},
+        says="not known yet",
+    ),
+    Case(
+        "the step was cancelled, by its words, and Slurm has said nothing since",
+        Cause.PREEMPTED,
+        Confidence.GUESS,
+        {**TERM, "job_first": RUNNING, "launcher_text": STEP_TEXT, "stopped_at": 70},
+        says="not known yet",
+    ),
+    Case(
         "requeued, pending already",
         Cause.ADMIN_REQUEUE,
-        Confidence.LIKELY,
+        Confidence.GUESS,
         {**BOTH, "job": job(JobState.PENDING, end_time=None, start_time=None)},
     ),
     Case(
