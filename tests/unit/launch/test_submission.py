@@ -18,6 +18,7 @@ from slurm_forge.journal.events import (
     DecisionTaken,
     Event,
     Held,
+    IncidentSeen,
     RequeueIntended,
     UserAsked,
 )
@@ -39,12 +40,12 @@ from slurm_forge.launch.submission import (
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import JobRecord, PartitionRecord, QueueRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, PartitionRecord, QueueRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
-from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Change, Decision
+from slurm_forge.vocabulary.cause import Cause, Confidence
+from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 SITE = find_site("generic")
@@ -62,6 +63,18 @@ class Queue:
     nodes: str = "n[1-16]"
     #: How the run is at the moment of the release: what a start would find.
     found: list[RunStatus] = field(default_factory=list)
+    #: The last state of a job in accounting, None where that does not know it.
+    accounted: JobState | None = None
+
+    def accounting(self, job: str) -> tuple[AccountingRecord, ...]:
+        if self.accounted is None:
+            return ()
+        text = self.accounted.value
+        return (
+            AccountingRecord(
+                job_ref=job, step=None, job_id=int(job), state=self.accounted, state_text=text
+            ),
+        )
 
     def put(self, job: int, state: JobState, **more: object) -> None:
         self.jobs[str(job)] = JobRecord(
@@ -409,6 +422,35 @@ def test_a_job_that_was_cancelled_since_is_left_alone(run: RunDirectory, queue: 
     assert (brought.job, brought.changed) == ("7", False)
     assert "was cancelled since; slurm-forge requeue r lets the run go on" in brought.text
     assert queue.asked == []
+    state = run_state(run)
+    assert (state.status, state.open_intent) == (RunStatus.CANCELLED, None)
+
+
+@pytest.mark.parametrize("known", [None, JobState.COMPLETING])
+def test_a_cancelled_job_that_only_accounting_knows_is_left_alone(
+    run: RunDirectory, queue: Queue, known: JobState | None
+) -> None:
+    left_open(run)
+    keep_successor(run, "#!/bin/bash\n")
+    queue.accounted = JobState.CANCELLED
+    if known is not None:
+        queue.put(7, known)
+    assert not reconcile(run, queue).changed  # type: ignore[arg-type]
+    assert queue.asked == []
+    assert run_state(run).status is RunStatus.CANCELLED
+
+
+def test_a_watcher_does_not_guess_what_a_forgotten_job_was_ended_for(
+    run: RunDirectory, queue: Queue
+) -> None:
+    guess = Incident(id="1.1", cause=Cause.PREEMPTED, confidence=Confidence.GUESS)
+    intent = RequeueIntended(job="7", method="scontrol requeue", reason="preempted: requeue")
+    attempted(run, IncidentSeen(incident=guess), intent, AttemptEnded(outcome="open"))
+    keep_successor(run, "#!/bin/bash\n")
+    left = reconcile(run, queue, by_person=False)  # type: ignore[arg-type]
+    assert (left.changed, queue.asked) == (False, [])
+    assert "slurm-forge reconcile r" in left.text
+    assert reconcile(run, queue).changed  # type: ignore[arg-type]
 
 
 # -- a plan that leaves too much out --------------------------------------------------------------
