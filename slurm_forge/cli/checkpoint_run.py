@@ -59,19 +59,20 @@ def open_run(run: str, runs: Path | None) -> Opened:
 
 def write_line(opened: Opened, event: Event) -> None:
     """One line of a person's in the journal, on disk on return."""
-    from slurm_forge.journal import JournalWriter
-    from slurm_forge.run_directory import list_claims
+    from slurm_forge.journal import JournalWriter, newest_attempt_in, read_journal
 
-    attempt = max(list_claims(opened.run), default=0)
+    records, _ = read_journal(opened.run, thin=True, fresh=True)
+    attempt = newest_attempt_in(records)
     launches = [
         launch.number
         for each in opened.state.attempts
         if each.number == attempt
         for launch in each.launches
     ]
-    # Among what the run itself writes, in the order of time: behind all of it, a judgement would
-    # bring back to memory what has been deleted since.
+    # Among what the run itself writes, behind what was read here: behind all of it, a judgement
+    # would bring back to memory what has been deleted since.
     launch = max(launches, default=0)
     journal = JournalWriter(opened.run, attempt=attempt, writer="cli", launch=launch)
+    journal.follow(records)
     journal.write(event, durable=True)
     journal.close()

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from slurm_forge.files.append import AppendFile
 from slurm_forge.files.atomic import create_exclusive, fsync_directory, write_atomic
-from slurm_forge.files.folders import make_missing, make_private_directory, private_directory
+from slurm_forge.files.folders import (
+    make_missing,
+    make_private_directory,
+    private_directory,
+    refresh_listing,
+)
 from slurm_forge.files.trusted import open_trusted, read_bounded, read_json, read_trusted
 
 __all__ = [
@@ -22,5 +27,6 @@ __all__ = [
     "read_bounded",
     "read_json",
     "read_trusted",
+    "refresh_listing",
     "write_atomic",
 ]

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files.atomic import fsync_directory
 from slurm_forge.files.trusted import refuse_foreign
 
-__all__ = ["make_missing", "make_private_directory", "private_directory"]
+__all__ = ["make_missing", "make_private_directory", "private_directory", "refresh_listing"]
 
 
 def private_directory(path: str | os.PathLike[str]) -> Path:
@@ -52,6 +53,18 @@ def make_private_directory(path: str | os.PathLike[str]) -> Path:
         with contextlib.suppress(PermissionError):
             fsync_directory(target.parent)
     return target
+
+
+def refresh_listing(folder: str | os.PathLike[str]) -> None:
+    """Let the next listing of ``folder`` show what other nodes have made in it; best effort.
+
+    An NFS client may list a folder from memory for up to a minute.  It forgets what it remembers
+    when a change of its own tells it that the folder was changed by others before.
+    """
+    with contextlib.suppress(OSError):
+        descriptor, path = tempfile.mkstemp(prefix=".listing-", dir=folder)
+        os.close(descriptor)
+        os.unlink(path)  # noqa: PTH108
 
 
 def make_missing(path: str | os.PathLike[str], mode: int) -> tuple[Path, ...]:

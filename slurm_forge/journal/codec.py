@@ -21,7 +21,11 @@ LINE_LIMIT = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """An event and where it stands: attempt and launch it belongs to, writer, and order."""
+    """An event and where it stands: attempt and launch it belongs to, writer, and order.
+
+    ``logical_time`` (Lamport) is greater than that of whatever its writer had written or read
+    before; 0 in lines of older versions.  ``time`` is the writer's clock, for people.
+    """
 
     attempt: int
     launch: int
@@ -29,6 +33,7 @@ class Record:
     time: float
     writer: str
     event: Event
+    logical_time: int = 0
 
 
 @lru_cache(maxsize=1)
@@ -44,6 +49,7 @@ def encode(record: Record) -> bytes:
         "launch": record.launch,
         "seq": record.sequence,
         "time": record.time,
+        "logical_time": record.logical_time,
         "event": _adapter().dump_python(record.event, mode="json"),
     }
     return json.dumps(body, separators=(",", ":"), allow_nan=True).encode() + b"\n"
@@ -73,6 +79,7 @@ def decode(line: bytes, writer: str) -> Record | None:
             time=float(body["time"]),
             writer=writer,
             event=event,
+            logical_time=int(body.get("logical_time", 0)),
         )
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"field missing: {error}") from error

@@ -18,6 +18,7 @@ from slurm_forge.journal.comebacks import (
     RequeueIntended,
 )
 from slurm_forge.journal.paces import PaceSampled, StragglerOver, StragglerSeen, TrendSeen
+from slurm_forge.journal.positions import ReadPosition
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
@@ -83,7 +84,11 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStarted:
-    """One Slurm start of the job began."""
+    """One Slurm start of the job began.
+
+    ``read`` is how far it had read the journal: what older attempts write behind that does not
+    count.  None in lines of older versions.
+    """
 
     job: str
     restart_count: int
@@ -91,6 +96,7 @@ class AttemptStarted:
     host: str
     via: str
     end_time: float | None = None
+    read: ReadPosition | None = None
     kind: Literal["attempt_started"] = "attempt_started"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
 from slurm_forge.journal import events as ev
@@ -17,6 +17,13 @@ from slurm_forge.journal.known import (
     pruned,
     rolled_back,
     witnessed,
+)
+from slurm_forge.journal.order import (
+    by_person,
+    causal_order,
+    fenced_records,
+    in_order,
+    without_fenced,
 )
 from slurm_forge.journal.state import (
     AttemptState,
@@ -42,65 +49,16 @@ __all__ = [
 
 #: Skipped steps of an attempt that are kept: decisions rest on the last row of them.
 _SKIPS_KEPT = 255
-#: Clocks of two nodes may differ by this much before an old writer counts as fenced.
-CLOCK_SKEW_S = 30.0
-
-
-def in_order(records: Iterable[Record]) -> list[Record]:
-    """Order by attempt and launch; inside one by time, never against a writer's own sequence.
-
-    What a writer wrote twice, because the first file could not be synced, is there once.
-    """
-    by_writer: dict[tuple[int, str], list[Record]] = {}
-    # Whose copy is kept must not depend on the order that the files were listed in.
-    for record in _once(sorted(records, key=lambda r: (r.attempt, r.writer, r.sequence))):
-        by_writer.setdefault((record.attempt, record.writer), []).append(record)
-    keyed: list[tuple[tuple[int, int, float, str, int], Record]] = []
-    for (attempt, writer), own in by_writer.items():
-        latest = float("-inf")
-        for record in sorted(own, key=lambda r: r.sequence):
-            latest = max(latest, record.time)
-            keyed.append(((attempt, record.launch, latest, writer, record.sequence), record))
-    return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
-
-
-def _once(records: Iterable[Record]) -> Iterator[Record]:
-    seen: set[tuple[int, int, int, float, str]] = set()
-    for record in records:
-        role = record.writer.rpartition("-")[0] or record.writer
-        key = (record.attempt, record.launch, record.sequence, record.time, role)
-        if key not in seen:
-            seen.add(key)
-            yield record
-
-
-def without_fenced(records: Iterable[Record]) -> list[Record]:
-    """Leave out what an attempt wrote after a higher one had taken the run over."""
-    ordered = list(records)
-    starts: dict[int, float] = {}
-    for record in ordered:
-        if isinstance(record.event, ev.AttemptStarted):
-            starts[record.attempt] = min(record.time, starts.get(record.attempt, record.time))
-    kept = []
-    for record in ordered:
-        later = [time for attempt, time in starts.items() if attempt > record.attempt]
-        # A person's request through the command line is not an attempt's and is never fenced.
-        if later and record.time > min(later) + CLOCK_SKEW_S and not _by_person(record):
-            continue
-        kept.append(record)
-    return kept
-
-
-def _by_person(record: Record) -> bool:
-    return record.writer.startswith("cli")
 
 
 def fold(records: Iterable[Record]) -> RunState:
     """Compute the state of a run from its records, in any order, duplicates of a file excluded."""
+    read = list(records)
     state = RunState()
-    for record in in_order(without_fenced(records)):
+    for record in causal_order(without_fenced(read)):
         state = advance(state, record)
-    return state
+    fenced = fenced_records(read)
+    return replace(state, fenced=fenced) if fenced else state
 
 
 def advance(state: RunState, record: Record) -> RunState:
@@ -109,15 +67,11 @@ def advance(state: RunState, record: Record) -> RunState:
     match event:
         case ev.Submitted():
             # Written when Slurm has answered: the job may have started, and ended, before that.
-            overtaken = any(a.job == event.job or a.started > time for a in state.attempts)
+            overtaken = any(a.job == event.job for a in state.attempts)
             return state if overtaken else _submitted(replace(state, job=event.job))
         case ev.UserAsked() if event.verb in _GO_ON:
-            overtaken = any(a.started > time for a in state.attempts)
-            return (
-                state
-                if overtaken
-                else _submitted(replace(state, asked=max(time, state.asked or time)))
-            )
+            newest = max((a.number for a in state.attempts), default=0)
+            return _submitted(replace(state, asked_after=newest))
         case ev.AttemptStarted():
             attempt = AttemptState(
                 number=record.attempt, job=event.job, nodes=event.nodes, via=event.via, started=time
@@ -179,16 +133,22 @@ def advance(state: RunState, record: Record) -> RunState:
             )
         case ev.CheckpointCommitted():
             changed = _in_attempt(
-                state, record, lambda a: replace(a, checkpoints=(*a.checkpoints, (time, event)))
+                state,
+                record,
+                lambda a: replace(
+                    a,
+                    checkpoints=(*a.checkpoints, (time, event)),
+                    checkpoints_and_decisions=(*a.checkpoints_and_decisions, event),
+                ),
             )
             changed = _branched(_now_known(changed, record, event), record)
             return _committed(changed, event.step, healthy=not event.findings)
         case ev.CheckpointJudged():
             name = _name(event.name)
-            by_person = _by_person(record)
             if name is None or name in state.gone:
                 return state
-            known = judged(state.known, name, event.trust, event.reason, by_person=by_person)
+            person = by_person(record)
+            known = judged(state.known, name, event.trust, event.reason, by_person=person)
             state = replace(state, known=known)
             good = any(each.name == name and each.trust is Trust.GOOD for each in known)
             return _freed(state, name.step, INSTABILITY) if good else state
@@ -408,12 +368,21 @@ _FINAL = {
 
 def _decided(state: RunState, record: Record, decision: Decision) -> RunState:
     changed = _in_attempt(
-        state, record, lambda a: replace(a, decisions=(*a.decisions, (record.time, decision)))
+        state,
+        record,
+        lambda a: replace(
+            a,
+            decisions=(*a.decisions, (record.time, decision)),
+            checkpoints_and_decisions=(*a.checkpoints_and_decisions, decision),
+        ),
     )
     # That somebody has cancelled the job may be known only after it was decided to go on.
     if decision.incident_id in state.applied and decision.action is not Action.STOP:
         return changed
-    changed = replace(changed, plan=decision.plan, applied=changed.applied | {decision.incident_id})
+    # A warning of the supervisor's may cross a decision of rank 0's, whose plan stays in force.
+    warns = decision.action is Action.WARN and not decision.changes
+    plan = state.plan if warns else decision.plan
+    changed = replace(changed, plan=plan, applied=changed.applied | {decision.incident_id})
     if decision.action in _FINAL:
         status = _FINAL[decision.action]
         if decision.cause is Cause.USER_CANCELLED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from slurm_forge.files import read_trusted
+from slurm_forge.files import read_trusted, refresh_listing
 from slurm_forge.journal.codec import Record, decode
 from slurm_forge.run_directory import RunDirectory
 
@@ -63,16 +63,21 @@ def thinned(content: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-def read_journal(run: RunDirectory, *, thin: bool = False) -> tuple[list[Record], list[Damage]]:
+def read_journal(
+    run: RunDirectory, *, thin: bool = False, fresh: bool = False
+) -> tuple[list[Record], list[Damage]]:
     """All records of a run, in no particular order (``fold`` orders them), and what was damaged.
 
     With ``thin`` without the lines of progress that change nothing in the state: a month of
-    training is read in a blink, which a requeue inside a grace time depends on.
+    training is read in a blink, which a requeue inside a grace time depends on.  ``fresh``: no
+    file may be missed, since the caller is about to write what counts behind all that is there.
     """
     records: list[Record] = []
     damage: list[Damage] = []
     if not run.journal.is_dir():
         return records, damage
+    if fresh:
+        refresh_listing(run.journal)
     for path in sorted(run.journal.iterdir()):
         match = _NAME.fullmatch(path.name)
         if match is None:

@@ -17,6 +17,7 @@ __all__ = [
     "AttemptState",
     "Baseline",
     "BudgetUse",
+    "FencedRecords",
     "LaunchState",
     "Rollback",
     "RunState",
@@ -69,6 +70,8 @@ class AttemptState:
     incidents: tuple[tuple[float, Incident], ...] = ()
     decisions: tuple[tuple[float, Decision], ...] = ()
     checkpoints: tuple[tuple[float, ev.CheckpointCommitted], ...] = ()
+    #: As they came, which their times don't tell: several hosts write them.
+    checkpoints_and_decisions: tuple[ev.CheckpointCommitted | Decision, ...] = ()
     skipped: tuple[ev.StepSkipped, ...] = ()
     requeues: tuple[tuple[float, ev.RequeueDone], ...] = ()
     probes: int = 0
@@ -103,6 +106,15 @@ class BudgetUse:
     high_water: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedRecords:
+    """How many records of a kind an attempt wrote that the next one had not read: none counts."""
+
+    attempt: int
+    kind: str
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class Rollback:
     """The last rollback, until training is past the trouble: where it happened, where it led to.
@@ -131,8 +143,8 @@ class RunState:
     #: How the job waits in the queue until somebody releases it, if it does.
     held: ev.Held | None = None
     reason: str = ""
-    #: When a person last asked for the run to go on.
-    asked: float | None = None
+    #: The newest attempt that had begun when a person last asked for the run to go on.
+    asked_after: int | None = None
     applied: frozenset[str] = frozenset()
     #: The checkpoints that are there, as far as the journal tells.
     known: Known = ()
@@ -148,6 +160,8 @@ class RunState:
     stretches: tuple[tuple[str, float], ...] = ()
     #: How fast it usually is, once for each number of ranks.
     baselines: tuple[Baseline, ...] = ()
+    #: What was written too late to count.
+    fenced: tuple[FencedRecords, ...] = ()
 
     def times(self, cause: Cause, rung: int | None) -> int:
         """How much of a rung's budget is used (None: how often a hook decided beside them)."""

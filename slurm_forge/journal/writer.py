@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from slurm_forge.files import AppendFile, make_private_directory
 from slurm_forge.journal.codec import Record, encode
@@ -76,6 +76,7 @@ class JournalWriter:
         self._writer = writer
         self._clock = clock
         self._sequence = 0
+        self._logical_time = 0
         self._file: AppendFile | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -97,6 +98,7 @@ class JournalWriter:
                 time=self._clock(),
                 writer=self._writer,
                 event=event,
+                logical_time=self._logical_time + 1,
             )
             if self._closed:
                 raise ValueError("the journal is closed")
@@ -112,10 +114,17 @@ class JournalWriter:
                 self._close_file()
                 self._append(line, sync)
             self._sequence += 1
+            self._logical_time += 1
             if sync:
                 self._unsynced.clear()
             else:
                 self._unsynced.append(line)
+
+    def follow(self, records: Iterable[Record]) -> None:
+        """Order what is written from now on behind ``records``, which the writer has read."""
+        newest = max((record.logical_time for record in records), default=0)
+        with self._lock:
+            self._logical_time = max(self._logical_time, newest)
 
     def close(self) -> None:
         """Close the file; a later write raises."""

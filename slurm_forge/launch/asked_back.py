@@ -10,7 +10,14 @@ from datetime import timedelta
 
 from slurm_forge.errors import AlreadyFinishedError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import (
+    JournalWriter,
+    RunState,
+    RunStatus,
+    fold,
+    newest_attempt_in,
+    read_journal,
+)
 from slurm_forge.journal.codec import Record
 from slurm_forge.journal.events import (
     DecisionTaken,
@@ -207,7 +214,7 @@ def reconcile(
     two jobs, as with ``bring_back``.
     """
     with _alone(run):
-        records, _ = read_journal(run, thin=True)
+        records, _ = read_journal(run, thin=True, fresh=True)
         state = fold(records)
         if run.is_done() or state.status is RunStatus.FINISHED:
             return Brought(state.job, "the run is finished", changed=False)
@@ -226,7 +233,9 @@ def reconcile(
             others = sorted(set(there) - set(state.plan.exclude_nodes))
             return and_without(planned(state, job, record, slurm, also=others), others)
 
-        journal = JournalWriter(run, attempt=attempt, writer="cli", launch=1 << 30)
+        newest = newest_attempt_in(records)
+        journal = JournalWriter(run, attempt=newest, writer="cli", launch=1 << 30)
+        journal.follow(records)
         try:
             found = _came_back(run, intent.job, restarts, slurm)
             if found is not None:

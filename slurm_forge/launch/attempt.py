@@ -6,13 +6,21 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
 from slurm_forge.errors import ForgeError, RunDirectoryError
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import (
+    JournalWriter,
+    RunState,
+    RunStatus,
+    fold,
+    read_journal,
+    read_position,
+)
+from slurm_forge.journal.codec import Record
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -91,8 +99,9 @@ class Attempt:
         return f"{self.claim.attempt}.{self.launch}"
 
     def state(self) -> RunState:
-        """The state of the run, read anew."""
+        """The state of the run, read anew; what the attempt writes next comes behind it."""
         records, _ = read_journal(self.run, thin=True)
+        self.journal.follow(records)
         return fold(records)
 
     def next_launch(self, hub: Hub, nodes: tuple[str, ...] = (), start: Start = Start.COLD) -> None:
@@ -284,10 +293,10 @@ def begin(
     """
     if run.is_done():
         return Refusal.DONE
-    records, _ = read_journal(run, thin=True)
+    records, _ = read_journal(run, thin=True, fresh=True)
     state = fold(records)
     if run.stop_file.exists():
-        _stay_stopped(run, state)
+        _stay_stopped(run, state, records)
         return Refusal.STOP_FILE
     file = read_run_file(run.spec_file)
     released = _released(state, job, restart_count)
@@ -317,6 +326,9 @@ def begin(
     if not released:
         verdict = post_mortem(run, state, file, claim, slurm=slurm, now=clock())
     journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
+    # Whoever is fenced by the claim, and does not know it yet, may have written until now.
+    records, _ = read_journal(run, thin=True, fresh=True)
+    journal.follow(records)
     if verdict is not None and (verdict.action in _ENDS or _needs_another_job(verdict)):
         return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
     if released:
@@ -328,6 +340,7 @@ def begin(
             nodes=nodes,
             host=claim.host,
             via=via,
+            read=read_position(records),
         ),
         durable=True,
     )
@@ -354,13 +367,14 @@ def _needs_another_job(decision: Decision) -> bool:
 _OF_THE_JOB = frozenset({"mem_factor", "time_factor", "nodes"})
 
 
-def _stay_stopped(run: RunDirectory, state: RunState) -> None:
+def _stay_stopped(run: RunDirectory, state: RunState, records: Sequence[Record]) -> None:
     """Say so in the journal, where that still has the run wait for this very start."""
     if state.status not in (RunStatus.REQUEUED, RunStatus.SUBMITTED):
         return
     number = max((each.number for each in state.attempts), default=0)
     with contextlib.suppress(OSError):
         journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1 << 30)
+        journal.follow(records)
         journal.write(
             DecisionTaken(
                 decision=Decision(

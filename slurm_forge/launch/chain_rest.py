@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.journal import JournalWriter, fold, read_journal
+from slurm_forge.journal import JournalWriter, fold, newest_attempt_in, read_journal
 from slurm_forge.journal.events import Held
 from slurm_forge.launch.attempt import Refusal
 from slurm_forge.launch.chain import chain_of
-from slurm_forge.run_directory import RunDirectory, list_claims
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.run_file import read_run_file
 
@@ -32,12 +32,14 @@ def nothing_to_do(run: RunDirectory, why: Refusal, job: str, slurm: Slurm) -> No
         waiting = chain.waiting()
         if not waiting:
             return
-        state = fold(read_journal(run, thin=True)[0])
+        records, _ = read_journal(run, thin=True, fresh=True)
+        state = fold(records)
         reason = state.reason or "the run rests"
         if chain.hold(waiting, reason):
             return
-        number = max(list_claims(run), default=0)
+        number = newest_attempt_in(records)
         journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1 << 30)
+        journal.follow(records)
         # Whoever releases them wants it to go on: nothing else starts them.
         journal.write(Held(job=chain.array, restart_count=0, reason=reason, confirmed=True))
         journal.close()

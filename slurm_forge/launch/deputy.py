@@ -106,6 +106,7 @@ def bring_back(
     if second:
         incident = lost_with_its_node(incident, claim)
     journal = JournalWriter(run, attempt=attempt, writer="deputy", launch=launch)
+    journal.follow(records)
     try:
         # A full disk must not keep the run from coming back.
         with contextlib.suppress(OSError):

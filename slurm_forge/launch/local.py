@@ -9,12 +9,13 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 from slurm_forge.errors import AlreadyFinishedError
-from slurm_forge.journal import JournalWriter, RunState, RunStatus
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
-from slurm_forge.launch.attempt import Attempt
+from slurm_forge.launch.attempt import REQUEUEING, Attempt
 from slurm_forge.launch.lifeline import LifelineHeld
 from slurm_forge.launch.local_executor import LocalSession, end_session, is_over
 from slurm_forge.launch.local_signals import AskedToStop
+from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.presence import Presence, present
 from slurm_forge.launch.submission import note, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
@@ -29,7 +30,6 @@ __all__ = ["ENDED_BY_SIGNAL", "run_locally"]
 ENDED_BY_SIGNAL = 128
 _LOOK_EVERY_S = 0.25
 _GOES_ON = frozenset({RunStatus.RUNNING, RunStatus.REQUEUED})
-_SILENT_ENDS = 3
 
 
 def run_locally(
@@ -117,7 +117,9 @@ class _Here:
             if not ours and len(state.attempts) > before:
                 self._tell(f"{run.name} has been taken over by {state.attempts[-1].job}")
                 return 1
-            if state.status not in _GOES_ON or not ours or _ended_silently(state):
+            if state.status not in _GOES_ON or not ours:
+                return 1
+            if not self._goes_on(state):
                 return 1
         return ENDED_BY_SIGNAL + self._asked.number
 
@@ -148,15 +150,43 @@ class _Here:
 
     def _settle(self, state: RunState) -> None:
         """Nobody of an attempt that was ended at once could still say what had become of it."""
+        ended = self._left_open(state)
+        if ended is not None:
+            why = f"{self._asked.name}, and its processes were ended at once"
+            ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
+            ended.end("stop")
+
+    def _goes_on(self, state: RunState) -> bool:
+        """Whether the run is started again, after an attempt that is over.
+
+        Where rank 0 was killed, nobody has decided: it conducts the attempt.
+        """
+        ended = self._left_open(state)
+        if ended is None:
+            return True
+        decision = post_mortem(
+            self._run, state, self._file, ended.claim, slurm=None, now=time.time()
+        )
+        if decision is None and not state.attempts[-1].decisions:
+            # Rank 0 wrote down what had happened, and was killed before it decided.
+            decision = ended.conclude(LaunchFacts(now=datetime.now(timezone.utc)))
+        again = decision is None or decision.action in REQUEUEING
+        ended.end("requeued" if again else "held")
+        self._show(run_state(self._run))
+        until = time.monotonic() + (decision.wait_s if decision is not None and again else 0.0)
+        while time.monotonic() < until and not self._asked:
+            time.sleep(_LOOK_EVERY_S)
+        return again
+
+    def _left_open(self, state: RunState) -> Attempt | None:
+        """The newest attempt, if nobody wrote down its end."""
         attempt, claim = state.attempts[-1], newest_claim(self._run)
         if attempt.ended is not None or claim is None or claim.attempt != attempt.number:
-            return
+            return None
         launch = attempt.launches[-1].number if attempt.launches else 0
         journal = JournalWriter(self._run, attempt=attempt.number, writer="cli", launch=launch)
-        ended = Attempt(self._run, self._file, claim, journal, launch)
-        why = f"{self._asked.name}, and its processes were ended at once"
-        ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
-        ended.end("stop")
+        journal.follow(read_journal(self._run, thin=True)[0])
+        return Attempt(self._run, self._file, claim, journal, launch)
 
     def _show(self, state: RunState) -> None:
         with self._ear():
@@ -169,9 +199,3 @@ class _Here:
     def _ear(self) -> contextlib.AbstractContextManager[None]:
         """After a hangup nobody can be told anything, and the run is to be saved all the same."""
         return contextlib.suppress(OSError) if self._asked else contextlib.nullcontext()
-
-
-def _ended_silently(state: RunState) -> bool:
-    """Several attempts in a row ended without a decision: rank 0 was killed each time."""
-    recent = state.attempts[-_SILENT_ENDS:]
-    return len(recent) == _SILENT_ENDS and not any(attempt.decisions for attempt in recent)

@@ -61,13 +61,15 @@ def post_mortem(
         return None  # another job, which is fenced from now on, and has not ended
     # Slurm may have taken its time: whoever claimed the run since finds it out, or has done so.
     Fence(run, claim.attempt)()
-    state = fold(read_journal(run, thin=True)[0])
+    records, _ = read_journal(run, thin=True, fresh=True)
+    state = fold(records)
     if state.incident(incident_id) is not None:
         return None
     incident = cause_of_ending(ending, incident_id)
     journal = JournalWriter(
         run, attempt=last.number, writer="supervisor", launch=launch, clock=lambda: now
     )
+    journal.follow(records)
     try:
         journal.write(IncidentSeen(incident=incident))
         if incident.cause is Cause.USER_CANCELLED or state.status is not RunStatus.RUNNING:

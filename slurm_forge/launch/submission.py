@@ -14,7 +14,13 @@ from typing import Any
 from slurm_forge.documents import differences
 from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
-from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
+from slurm_forge.journal import (
+    JournalWriter,
+    RunState,
+    fold,
+    newest_attempt_in,
+    read_journal,
+)
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.saves_seen import usual_saves
@@ -273,8 +279,11 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
 
 def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
-    journal = JournalWriter(run, attempt=max(list_claims(run), default=0), writer="cli")
-    journal.launch = 1 << 30  # after everything of the newest attempt
+    records, _ = read_journal(run, thin=True, fresh=True)
+    # After everything of the newest attempt that is known of, and before the next one's.
+    attempt = newest_attempt_in(records)
+    journal = JournalWriter(run, attempt=attempt, writer="cli", launch=1 << 30)
+    journal.follow(records)
     journal.write(event)
     journal.close()
 

@@ -75,7 +75,7 @@ def _usage_error(incident: Incident) -> Loop | None:
 # -- the same error once more ----------------------------------------------------------------------
 
 
-def _repeat(state: RunState, incident: Incident, since: float) -> Loop | None:
+def _repeat(state: RunState, incident: Incident, since: int) -> Loop | None:
     """The program failed just as it did the last time, and for a crash not for its node's sake."""
     if incident.cause not in _DETERMINISTIC | {Cause.CRASH} or not incident.evidence:
         return None
@@ -113,16 +113,16 @@ def _place(incident: Incident) -> tuple[int, int]:
     return (int(attempt) if attempt.isdecimal() else 0, int(launch) if launch.isdecimal() else 0)
 
 
-def _failures(state: RunState, since: float, incident: Incident) -> Iterator[Incident]:
+def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incident]:
     """Incidents before this one, the newest first, without those that came from outside.
 
     One of the name of this one is this one, which may be in the journal already.
     """
     known = {incident.id}
     for attempt in reversed(state.attempts):
-        for time, seen in reversed(attempt.incidents):
+        for _, seen in reversed(attempt.incidents):
             ours = seen.cause not in _INTERRUPTIONS | _WANTED | {Cause.TIME_LIMIT}
-            if time >= since and ours and seen.id not in known:
+            if attempt.number > since and ours and seen.id not in known:
                 yield seen
             known.add(seen.id)  # what is written twice counts once
 
@@ -131,7 +131,7 @@ def _failures(state: RunState, since: float, incident: Incident) -> Iterator[Inc
 
 
 def _crash_loop(
-    state: RunState, incident: Incident, present: AttemptState, since: float
+    state: RunState, incident: Incident, present: AttemptState, since: int
 ) -> Loop | None:
     if incident.cause not in _PROGRAM or not present.launches:
         return None
@@ -144,7 +144,7 @@ def _crash_loop(
     ]
     for attempt, launch in reversed(launches):
         last = attempt is present and launch is present.launches[-1]
-        if not last and launch.started < since:
+        if not last and attempt.number <= since:
             break
         if _trained(launch):
             break
@@ -168,7 +168,7 @@ def _trained(launch: LaunchState) -> bool:
 
 
 def _no_progress(
-    limits: Limits, state: RunState, incident: Incident, present: AttemptState, since: float
+    limits: Limits, state: RunState, incident: Incident, present: AttemptState, since: int
 ) -> Loop | None:
     causes: list[Cause | None] = []
     mark = 0
@@ -177,7 +177,7 @@ def _no_progress(
     for each in reversed([o for o in outcomes(state) if o.attempt.number <= present.number]):
         attempt = each.attempt
         now = attempt is present
-        if each.progress or (not now and (attempt.started < since or _changes(attempt))):
+        if each.progress or (not now and (attempt.number <= since or _changes(attempt))):
             break
         cause = incident.cause if now else _cause_of(attempt)
         if cause not in _WANTED:
@@ -223,12 +223,12 @@ def _told(causes: Iterable[Cause | None]) -> str:
 # -- too often -------------------------------------------------------------------------------------
 
 
-def _ceiling(limits: Limits, state: RunState, now: float | None, since: float) -> Loop | None:
+def _ceiling(limits: Limits, state: RunState, now: float | None, since: int) -> Loop | None:
     """As many starts as may be, by themselves; the next one would be one more."""
     starts = [
         each.started
         for attempt in attempts_of(state)
-        if attempt.started >= since
+        if attempt.number > since
         for each in attempt.launches or (attempt,)
     ]
     end = now if now is not None else max(starts, default=0.0)

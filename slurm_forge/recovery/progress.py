@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slurm_forge.journal.events import CheckpointCommitted
 from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
@@ -31,16 +31,18 @@ def attempt_of(state: RunState, incident: Incident) -> AttemptState | None:
     return next(named, state.attempts[-1] if state.attempts else None)
 
 
-def let_go_since(state: RunState) -> float:
-    """When a person last let the run go on.  Nobody else brings back what was held."""
+def let_go_since(state: RunState) -> int:
+    """The newest attempt when a person last let the run go on; 0 where nobody had to.
+
+    Nobody else brings back what was held.
+    """
     held = (
-        time
+        attempt.number
         for attempt in reversed(state.attempts)
-        for time, decision in reversed(attempt.decisions)
+        for _, decision in attempt.decisions
         if decision.action in (Action.HOLD, Action.RAISE)
     )
-    last = next(held, -math.inf)
-    return last if state.asked is None else max(state.asked, last)
+    return max(next(held, 0), state.asked_after or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def outcomes(state: RunState) -> Iterator[Outcome]:
     asked = False
     for attempt in attempts_of(state):
         begins = next((each.resumed.step for each in attempt.launches if each.resumed), None)
-        if attempt.started >= since and not asked and begins is not None:
+        if attempt.number > since and not asked and begins is not None:
             asked, mark = True, min(mark, begins)
         before, progress = mark, any(each.advanced for each in attempt.launches)
         for what in _in_order(attempt):
@@ -77,15 +79,15 @@ def outcomes(state: RunState) -> Iterator[Outcome]:
 
 def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:
     """Steps of healthy checkpoints, and rollbacks, as they came."""
-    found: list[tuple[float, int | Decision]] = [
-        (time, commit.step) for time, commit in attempt.checkpoints if not commit.findings
-    ]
     known: set[str] = set()
-    for time, decision in attempt.decisions:
-        if decision.action is Action.ROLLBACK and decision.incident_id not in known:
-            found.append((time, decision))
-        known.add(decision.incident_id)
-    yield from (what for _, what in sorted(found, key=lambda pair: pair[0]))
+    for what in attempt.checkpoints_and_decisions:
+        if isinstance(what, CheckpointCommitted):
+            if not what.findings:
+                yield what.step
+            continue
+        if what.action is Action.ROLLBACK and what.incident_id not in known:
+            yield what
+        known.add(what.incident_id)
 
 
 def _target_step(decision: Decision) -> int:

@@ -26,8 +26,7 @@ AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, Run
 
 def explain(facts: RunFacts) -> RunStory:
     """Tell the run as its journal tells it.  Never raises, whatever the journal holds."""
-    valid = without_fenced(facts.records)
-    ordered = in_order(valid)
+    ordered = in_order(without_fenced(facts.records))
     state = fold(facts.records)
     history = tell(ordered)
     now = standing(facts, state, history)
@@ -76,7 +75,7 @@ def explain(facts: RunFacts) -> RunStory:
         ),
         next=(),
         next_time=(),
-        warnings=warnings_of(facts, fenced=len(facts.records) - len(valid)),
+        warnings=warnings_of(facts, state, ordered),
         memory=facts.memory,
         jobs=jobs_of(state, history),
         waited_s=waits + _first_wait(history, now.status, facts.now),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.journal import Record, RunState, RunStatus
 from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.report.clocks import clock_differences
 from slurm_forge.report.consequences import in_the_queue, without_next
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.history import GO_ON, History
@@ -239,7 +241,7 @@ def _end(attempt: AttemptStory) -> float:
     return attempt.last_seen if attempt.ended is None else attempt.ended
 
 
-def warnings_of(facts: RunFacts, *, fenced: int) -> tuple[str, ...]:
+def warnings_of(facts: RunFacts, state: RunState, ordered: Iterable[Record]) -> tuple[str, ...]:
     """Sentences about the journal itself, and about files that will not be there for ever."""
     found = [clean(problem, 500) for problem in facts.problems]
     purge = purge_warning(facts.purge, facts.oldest_file, facts.now)
@@ -250,8 +252,18 @@ def warnings_of(facts: RunFacts, *, fenced: int) -> tuple[str, ...]:
         found.append(f"damaged line left out: {where}: {clean(damage.reason, 160)}")
     if len(facts.damage) > _SHOWN_DAMAGE:
         found.append(f"{plural(len(facts.damage) - _SHOWN_DAMAGE, 'more damaged line')} left out")
-    if fenced:
-        found.append(
-            f"{plural(fenced, 'line')} of attempts that had been taken over by a newer one left out"
-        )
+    found += fenced_lines(state)
+    found += clock_differences(ordered)
     return tuple(found)
+
+
+def fenced_lines(state: RunState) -> Iterator[str]:
+    """A sentence for each attempt that wrote what the next one could not know of any more."""
+    for attempt in sorted({each.attempt for each in state.fenced}):
+        mine = [each for each in state.fenced if each.attempt == attempt]
+        kinds = ", ".join(f"{each.kind} {each.count}" for each in mine)
+        total = plural(sum(each.count for each in mine), "line")
+        yield (
+            f"{total} that attempt {attempt} wrote after a newer one had taken over do not count "
+            f"({kinds})"
+        )

@@ -85,8 +85,7 @@ class Status:
 
 def take_status(facts: RunFacts) -> Status:
     """Where the run stands.  Never raises, whatever the journal holds."""
-    valid = without_fenced(facts.records)
-    ordered = in_order(valid)
+    ordered = in_order(without_fenced(facts.records))
     state = fold(facts.records)
     history = tell(ordered)
     now = standing(facts, state, history)
@@ -113,7 +112,7 @@ def take_status(facts: RunFacts) -> Status:
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
         warnings=(
-            *warnings_of(facts, fenced=len(facts.records) - len(valid)),
+            *warnings_of(facts, state, ordered),
             *_probe_off(launch, now.status),
         ),
         # The freshest first: what is logged at every step before what is logged now and then.

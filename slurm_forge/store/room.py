@@ -11,7 +11,11 @@ from slurm_forge.units import format_memory
 
 __all__ = ["Room", "room_in", "shortage"]
 
-#: What stays free for journals and logs, which tell what happened, and for other people.
+#: Manifest and index of a checkpoint, and the lines of the journal that tell of it.
+_BESIDE_BYTES = 1 << 20
+_BESIDE_FILES = 4
+#: What other saves leave free, at most: for the last one, for journals and logs, and for other
+#: people.
 _SPARE_BYTES = 64 << 20
 _SPARE_FILES = 64
 
@@ -32,15 +36,23 @@ def room_in(directory: Path) -> Room:
     return Room(found.f_bavail * found.f_frsize if found.f_blocks else None, files)
 
 
-def shortage(room: Room, *, size: int, files: int) -> CheckpointError | None:
-    """Why ``size`` bytes in ``files`` files had better not be begun; None if there is room."""
-    if room.size is not None and room.size < size + _SPARE_BYTES:
+def shortage(
+    room: Room, *, size: int, files: int, use_spare: bool = False
+) -> CheckpointError | None:
+    """Why ``size`` bytes in ``files`` files had better not be begun; None if there is room.
+
+    Room for one more of its size stays spare, and 64 MiB are enough.  With ``use_spare`` none does:
+    a save that others wait for is tried wherever it can fit, and one that fails leaves nothing.
+    """
+    spare = 0 if use_spare else min(size, _SPARE_BYTES)
+    if room.size is not None and room.size < size + _BESIDE_BYTES + spare:
         return CheckpointError(
             f"no room for a checkpoint of {format_memory(size)}: {format_memory(room.size)} free",
             next_step="Make room, or keep fewer (checkpoint.keep_last, slurm-forge checkpoints "
             "prune). Training goes on, and the next save asks again.",
         )
-    if room.files is not None and room.files < files + _SPARE_FILES:
+    spare = 0 if use_spare else min(files, _SPARE_FILES)
+    if room.files is not None and room.files < files + _BESIDE_FILES + spare:
         return CheckpointError(
             f"no room for {files} more files: {room.files} inodes free",
             next_step="Delete files on this file system, or ask for a larger quota of files. "

@@ -51,10 +51,17 @@ class Tried:
     locks: Locks = Locks.UNKNOWN
     #: How long writing, syncing and renaming one small file took.
     publish_s: float | None = None
+    #: By how many seconds this machine's clock is ahead of that of the file system.
+    clock_ahead_s: float | None = None
     problem: str | None = None
 
 
-def try_folder(folder: Path, *, clock: Callable[[], float] = time.monotonic) -> Tried:
+def try_folder(
+    folder: Path,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> Tried:
     """Try it in ``folder``, which must exist; raises nothing but what an interrupt is."""
     try:
         with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=folder) as made:
@@ -62,7 +69,8 @@ def try_folder(folder: Path, *, clock: Callable[[], float] = time.monotonic) -> 
             took = _publish(place, clock)
             if took is None:
                 return Tried(problem="a file that exists was created a second time (O_EXCL)")
-            return Tried(locks=_try_lock(place / "lock"), publish_s=took)
+            ahead = _clock_ahead(place, wall)
+            return Tried(locks=_try_lock(place / "lock"), publish_s=took, clock_ahead_s=ahead)
     except OSError as error:
         return Tried(problem=f"{error.filename or folder}: {error.strerror or error}")
 
@@ -90,6 +98,20 @@ def _publish(place: Path, clock: Callable[[], float]) -> float | None:
     finally:
         os.close(directory)
     return clock() - begun
+
+
+def _clock_ahead(place: Path, wall: Callable[[], float]) -> float:
+    """0 where the file's time lies within the time that writing it took."""
+    path = place / "clock"
+    begun = wall()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, b"slurm_forge doctor\n")
+        os.fsync(descriptor)  # NFS: from here on the time is the server's
+    finally:
+        os.close(descriptor)
+    written, ended = path.stat().st_mtime, wall()
+    return max(0.0, begun - written) - max(0.0, written - ended)
 
 
 def _try_lock(path: Path) -> Locks:

@@ -53,12 +53,17 @@ class Housekeeping:
         self.damaged: set[CheckpointName] = set()
         self.resumed_from: CheckpointName | None = None
 
-    def permit(self, size: int, files: int) -> None:
+    def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
-        short = shortage(room_in(self._store.directory), size=size, files=files)
+
+        def look() -> CheckpointError | None:
+            room = room_in(self._store.directory)
+            return shortage(room, size=size, files=files, use_spare=use_spare)
+
+        short = look()
         if short is not None:
             self.make_room(str(short.message))
-            short = shortage(room_in(self._store.directory), size=size, files=files)
+            short = look()
         if short is not None:
             raise short
         left, takes = self._seconds_left(), self._takes(size)

@@ -182,9 +182,9 @@ class Keeping:
             anomaly = Anomaly(Cause.NON_FINITE, name.step, name.step, text, in_memory=True)
             self._tell(p.Propose(kind=p.RequestKind.RECOVER, reason=announce(anomaly)))
 
-    def permit(self, size: int, files: int) -> None:
+    def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
-        self._house.permit(size, files)
+        self._house.permit(size, files, use_spare=use_spare)
 
     def failed(self, step: int, reason: str) -> None:
         """A save came to nothing."""

@@ -209,7 +209,7 @@ class Recovering:
             micro_batch=micro_batch,
         )
         try:
-            state = fold(read_journal(self._context.directory, thin=True)[0])
+            state = self._read(journal)
             decision = self._chosen(state, incident)
             smaller = decision.plan.micro_batch
             if decision.action is not Action.SHRINK_MICRO_BATCH or smaller is None:
@@ -231,7 +231,7 @@ class Recovering:
         self._context.fence()
         try:
             journal.write(IncidentSeen(incident=incident))
-            state = fold(read_journal(self._context.directory, thin=True)[0])
+            state = self._read(journal)
             self._known = state.known
             decision = self._chosen(state, incident)
             journal.write(DecisionTaken(decision=decision), durable=True)
@@ -241,6 +241,12 @@ class Recovering:
             traceback.print_exception(error.__cause__)
             return {"raised": error.message}
         return _decisions().dump_python(decision, mode="json")
+
+    def _read(self, journal: JournalWriter) -> RunState:
+        """The state of the run; what is written from now on comes behind what it rests on."""
+        records, _ = read_journal(self._context.directory, thin=True)
+        journal.follow(records)
+        return fold(records)
 
     def _chosen(self, state: RunState, incident: Incident) -> Decision:
         """The hook's answer where its place in the ladder is, and else what the policy says."""

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Saver:
         in_force: InForce,
     ) -> None:
         self._context = context
+        self._journal = journal
         self._in_force = in_force
         self._comparing = comparing
         self._group = group
@@ -105,9 +107,12 @@ class Saver:
         random: dict[str, torch.Tensor],
         *,
         wait: bool,
+        use_spare: bool = False,
         doubts: Sequence[str] = (),
     ) -> CheckpointName | None:
         """Save; with ``wait`` until it is on disk: its name, or None when it came to nothing.
+
+        ``use_spare``: also into the room on disk that other saves leave free.
 
         What came to nothing did so on every rank alike: the last checkpoint is untouched.
         """
@@ -145,7 +150,7 @@ class Saver:
                 fence=self._context.fence,
                 background=not wait,
                 after=after,
-                permit=self._permit,
+                permit=partial(self._permit, use_spare=use_spare),
                 about=self._comparing.about(),
                 doubts=not_trusted,
                 # Not on the way out: it takes as long as the state is large.
@@ -239,9 +244,9 @@ class Saver:
             return None  # is in the journal
         return self.last
 
-    def _permit(self, size: int) -> None:
+    def _permit(self, size: int, *, use_spare: bool) -> None:
         if self.keeping is not None:
-            self.keeping.permit(size, self._context.world_size + 2)
+            self.keeping.permit(size, self._context.world_size + 2, use_spare=use_spare)
 
     def _note(
         self, end: Saved | CheckpointError, *, step: int, reason: str, seconds: float
@@ -276,8 +281,10 @@ class Saver:
         Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
         ``again``: this launch has resumed before, and what it is made of is the same still.
         """
-        if self.keeping is not None:
-            self.keeping.recall(fold(read_journal(self._context.directory, thin=True)[0]))
+        if self.keeping is not None and self._journal is not None:
+            records, _ = read_journal(self._context.directory, thin=True, fresh=True)
+            self._journal.follow(records)
+            self.keeping.recall(fold(records))
             self.candidates = tuple(map(str, self._store.candidates()[:_MOST_CANDIDATES]))
         if again:
             self._turn += 1

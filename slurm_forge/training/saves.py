@@ -78,11 +78,18 @@ class Saves:
         self._skips.read_all()
         self._prepare()
         random = rng.capture() if self.random is None else self.random
-        wait = wait or not self._asked.background
+        # What somebody waits for is the last save, or one that was asked for.
+        use_spare, wait = wait, wait or not self._asked.background
         with self._saving():
             self._tell(
                 self._saver.save(
-                    reason, self._registry, self._progress, random, wait=wait, doubts=doubts
+                    reason,
+                    self._registry,
+                    self._progress,
+                    random,
+                    wait=wait,
+                    use_spare=use_spare,
+                    doubts=doubts,
                 )
             )
         self._begun(self._progress.step)

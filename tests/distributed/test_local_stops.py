@@ -20,7 +20,7 @@ import slurm_forge as forge
 from slurm_forge.journal import JournalWriter, RunStatus
 from slurm_forge.journal.events import AttemptStarted
 from slurm_forge.launch.submission import run_state
-from slurm_forge.run_directory import RunDirectory, claim_attempt
+from slurm_forge.run_directory import RunDirectory, claim_attempt, newest_claim
 from slurm_forge.vocabulary.cause import Cause
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
@@ -278,6 +278,35 @@ def test_after_everything_was_killed_status_says_so_and_nothing_is_in_the_way(
     assert "stopped without a word: none of its processes is left on this machine" in status
     assert "slurm-forge run with its job file" in status
     assert "resumed at step" in terminal.goes_on_and_finishes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tells(
+    terminal: Terminal,
+) -> None:
+    command = terminal.trains()
+
+    def resumed(number: int) -> bool:
+        attempts = run_state(terminal.run).attempts
+        newest = attempts[-1].launches if attempts and attempts[-1].number == number else ()
+        return bool(newest) and newest[-1].resumed is not None
+
+    for number in (1, 2, 3):
+        until(lambda number=number: resumed(number), f"attempt {number}")  # type: ignore[misc]
+        claim = newest_claim(terminal.run)
+        assert claim is not None
+        os.kill(claim.pid, signal.SIGKILL)  # rank 0, which conducts the run
+    assert command.ends() == 1, command.text
+    state = run_state(terminal.run)
+    assert state.status is RunStatus.HELD
+    assert [each.outcome for each in state.attempts] == ["requeued", "requeued", "held"]
+    assert "nothing left to try" in state.reason
+    terminal.types("explain", "tiny").says("nothing left to try")
+    told = terminal.types("status", "tiny").says("held")
+    assert told.ends() == 0
+    assert "running" not in told.text
+    terminal.goes_on_and_finishes()
 
 
 @pytest.mark.slow

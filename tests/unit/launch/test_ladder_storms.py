@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, reader
-from slurm_forge.journal.fold import advance, in_order, without_fenced
+from slurm_forge.journal.fold import advance
+from slurm_forge.journal.order import causal_order, without_fenced
 from slurm_forge.launch import asked_back, submission
 from slurm_forge.launch import attempt as attempt_module
 from slurm_forge.launch.ladder import Ladder, Taken
@@ -39,7 +40,7 @@ class Folded:
         self._states = [RunState()]
 
     def __call__(self, records: Iterable[reader.Record]) -> RunState:
-        ordered = in_order(without_fenced(records))
+        ordered = causal_order(without_fenced(records))
         pairs = zip(ordered, self._records, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
         del self._states[common + 1 :]

@@ -223,7 +223,7 @@ def test_whoever_releases_a_held_job_lets_the_run_go_on(run: RunDirectory) -> No
     assert isinstance(after, Attempt)
     state = state_of(run)
     assert (state.status, state.held) == (RunStatus.RUNNING, None)
-    assert state.asked is not None
+    assert state.asked_after == 1
 
 
 def test_a_hold_that_slurm_never_confirmed_is_nobodys_release(run: RunDirectory) -> None:

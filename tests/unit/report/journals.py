@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_forge.journal import JournalWriter, read_journal
+from slurm_forge.journal import JournalWriter, read_journal, read_position
 from slurm_forge.journal import events as ev
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.run_directory import RunDirectory, claim_attempt
@@ -43,6 +43,7 @@ class Scribe:
                 launch=number,
                 clock=lambda: self.now,
             )
+            self._writers[key].follow(read_journal(self.run)[0])
         self._writers[key].write(event, durable=False)
 
     def later(self, seconds: float) -> Scribe:
@@ -72,6 +73,7 @@ class Scribe:
                 nodes=nodes or ("n01", "n02"),
                 host="n01",
                 via=via,
+                read=read_position(read_journal(self.run)[0]),
             ),
         )
         self.relaunch()
@@ -289,6 +291,7 @@ class Scribe:
             launch=self.launch,
             clock=lambda: self.now,
         )
+        journal.follow(read_journal(self.run)[0])
         journal.write(ev.IncidentSeen(incident=incident), durable=False)
         if action is not None:
             decision = Decision(

@@ -637,9 +637,21 @@ def test_a_superseded_attempt_is_left_out_and_told(scribe: Scribe) -> None:
     scribe.train(1, 20)
     scribe.attempt = 1  # an incarnation that Slurm had lost sight of
     scribe.later(300).train(6, 9)
+    scribe.incident(Cause.CRASH, Action.HOLD)
     facts = scribe.facts()
     assert explain(facts).step == 20
-    assert "4 lines of attempts that had been taken over by a newer one left out" in told(facts)
+    assert "3 lines that attempt 1 wrote after a newer one had taken over do not count" in told(
+        facts
+    )
+
+
+def test_clocks_that_differ_between_attempts_are_told(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    assert "clocks" not in told(scribe.facts())
+    scribe.later(-3600).begin()
+    assert "the clocks of attempts 1 and 2 differ by at least" in told(scribe.facts())
 
 
 def test_time_held_is_not_time_in_the_queue(scribe: Scribe) -> None:

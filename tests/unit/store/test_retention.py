@@ -102,4 +102,15 @@ def test_room_is_judged_with_something_to_spare() -> None:
     assert shortage(Room(size=None, files=None), size=1 << 50, files=10**6) is None
     assert shortage(Room(size=200 * mib, files=None), size=100 * mib, files=4) is None
     assert "100M" in str(shortage(Room(size=120 * mib, files=None), size=100 * mib, files=4))
-    assert "inodes" in str(shortage(Room(size=None, files=50), size=1, files=4))
+    assert "inodes" in str(shortage(Room(size=None, files=8), size=1, files=4))
+
+
+def test_the_last_save_is_tried_wherever_it_can_fit() -> None:
+    mib = 1 << 20
+    free = Room(size=67 * mib, files=40)
+    assert shortage(free, size=4 * mib, files=4) is None, "a small one leaves little spare"
+    assert shortage(free, size=60 * mib, files=4) is not None
+    assert shortage(free, size=60 * mib, files=4, use_spare=True) is None
+    assert "no room" in str(shortage(free, size=67 * mib, files=4, use_spare=True))
+    assert shortage(free, size=mib, files=30) is not None
+    assert shortage(free, size=mib, files=30, use_spare=True) is None
