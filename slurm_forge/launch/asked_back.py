@@ -11,7 +11,7 @@ from datetime import timedelta
 from slurm_forge.errors import AlreadyFinishedError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.events import RequeueDone, RequeueFailed, RequeueIntended, UserAsked
 from slurm_forge.launch.chain import waiting_record
 from slurm_forge.launch.changes import Asked, arguments_of, changed, update_of
@@ -214,7 +214,7 @@ def reconcile(
             others = sorted(set(there) - set(state.plan.exclude_nodes))
             return and_without(planned(state, job, record, slurm, also=others), others)
 
-        journal = JournalWriter(run, attempt=attempt, writer="cli", launch=1 << 30)
+        journal = JournalWriter(run, attempt=attempt, writer="cli", launch=NO_LAUNCH)
         try:
             found = _came_back(run, intent.job, restarts, slurm)
             if found is not None:

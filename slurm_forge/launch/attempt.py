@@ -13,6 +13,7 @@ from enum import Enum
 from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
 from slurm_forge.errors import ForgeError, RunDirectoryError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -127,7 +128,7 @@ class Attempt:
         """
         if facts.finished:
             step = facts.step or 0
-            self.journal.write(LaunchEnded(outcome="finished", step=facts.step))
+            self.journal.write(LaunchEnded(outcome="finished", step=facts.step, exact=True))
             self.fence()
             self.run.mark_done(step, self.claim.attempt)
             self.journal.write(Finished(step=step))
@@ -145,7 +146,10 @@ class Attempt:
         full = self._cannot_write(
             LaunchEnded(
                 outcome=incident.cause.value,
-                step=facts.step if incident.step is None else incident.step,
+                step=max(
+                    (s for s in (facts.furthest, incident.step) if s is not None), default=None
+                ),
+                exact=facts.is_furthest_exact,
             ),
             IncidentSeen(incident=incident),
         )
@@ -211,7 +215,9 @@ class Attempt:
             or (each.action in _ENDS and each.incident_id.startswith(mine))
         ]
         if found:
-            self._cannot_write(LaunchEnded(outcome=found[-1].cause.value, step=facts.step))
+            self._cannot_write(
+                LaunchEnded(outcome=found[-1].cause.value, step=facts.furthest, exact=True)
+            )
         return found[-1] if found else None
 
     def _cannot_write(self, *events: Event) -> OSError | None:
@@ -332,7 +338,7 @@ def _stay_stopped(run: RunDirectory, state: RunState) -> None:
         return
     number = max((each.number for each in state.attempts), default=0)
     with contextlib.suppress(OSError):
-        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1 << 30)
+        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
         journal.write(
             DecisionTaken(
                 decision=Decision(

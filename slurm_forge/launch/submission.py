@@ -15,6 +15,7 @@ from slurm_forge.documents import differences
 from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
+from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.saves_seen import usual_saves
@@ -274,7 +275,7 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
 def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
     journal = JournalWriter(run, attempt=max(list_claims(run), default=0), writer="cli")
-    journal.launch = 1 << 30  # after everything of the newest attempt
+    journal.launch = NO_LAUNCH  # after everything of the newest attempt
     journal.write(event)
     journal.close()
 

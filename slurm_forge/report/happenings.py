@@ -55,7 +55,8 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             )
             return f"saved step {t.number(event.step)} in {t.span(event.seconds)} ({why}){suspect}"
         case ev.CheckpointFailed():
-            return f"save at step {t.number(event.step)} failed: {t.clean(event.reason, 160)}"
+            why = t.clean(event.reason.partition("\n")[0], 100)
+            return f"save at step {t.number(event.step)} failed: {why}"
         case ev.CheckpointRejected():
             return f"passed over {t.clean(event.name, 80)}: {t.clean(event.reason, 160)}"
         case ev.CheckpointJudged():
