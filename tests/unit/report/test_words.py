@@ -90,16 +90,18 @@ class Play:
     causes: list[Cause] = field(default_factory=list)
     struck: set[str] = field(default_factory=set)
 
-    def begin(self) -> None:
+    def begin(self, *, trains: bool = True) -> None:
         self.scribe.later(5).begin("n01", "n02", job=str(JOB))
-        self._resume()
+        self.launches += 1
+        if trains:
+            self._resume()
 
     def relaunch(self) -> None:
         self.scribe.relaunch()
+        self.launches += 1
         self._resume()
 
     def _resume(self) -> None:
-        self.launches += 1
         self.step = self.saved or 0
         self.scribe.resume(self.step)
 
@@ -138,11 +140,11 @@ class Play:
                 self.scribe.write("supervisor", ev.StopAgreed(step=self.step, seconds=0.01))
                 works = fails is Fails.NOTHING or (fails is Fails.EVERY_SAVE and self.saved is None)
                 self.save(works=works, reason="stop")
-            self.scribe.incident(cause, action, step=self.step, text="PreemptTime=…")
+            self.scribe.incident(cause, action, step=self.step or None, text="PreemptTime=…")
             return
         # A rank that raises says where; of one that is killed the last heartbeat is known.
         exact = cause is Cause.APP_ERROR
-        heard = self.step if exact else max(self.step - 3, 0)
+        heard = None if not self.step else self.step if exact else max(self.step - 3, 0)
         self.scribe.incident(cause, action, step=heard, exact=exact)
         if cause in (Cause.CRASH, Cause.NODE_FAIL, Cause.HOST_OOM):
             self.struck.add("n01")
@@ -188,7 +190,7 @@ def by_slurm(state: JobState) -> QueueAnswer:
 def performed(scribe: Scribe, cause: Cause, when: When, fails: Fails, after: After) -> Play:
     play = Play(scribe)
     scribe.submitted(str(JOB))
-    play.begin()
+    play.begin(trains=when is not When.FIRST)
     for number, last in enumerate(when.value):
         if number:
             play.come_back(cause, fails)
