@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import Advanced, Event
+from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded
 from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
@@ -129,6 +129,22 @@ def test_done_is_done(execute: Exec) -> None:
     other = execute("--", "true")
     assert other.returncode == 2
     assert "was begun with another command" in other.stderr
+
+
+def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) -> None:
+    """The number in a checkpoint's name need not be a step: here it counts epochs."""
+    assert execute("--checkpoint-glob=epoch-*", "--", "touch", "epoch-7").returncode == 0
+    (finished,) = execute.events(Finished)
+    assert finished.step == 0
+    (ended,) = execute.events(LaunchEnded)
+    assert ended.step is None
+
+
+def test_a_progress_bar_tells_its_last_step(execute: Exec) -> None:
+    bar = "printf 'step 7 | step 33 | step 60'"
+    assert execute("--step-pattern=step (\\d+)", "--", "bash", "-c", bar).returncode == 0
+    (finished,) = execute.events(Finished)
+    assert finished.step == 60
 
 
 def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:

@@ -543,7 +543,9 @@ def test_a_running_run_while_slurm_is_silent(scribe: Scribe) -> None:
     scribe.resume(0)
     silent = QueueAnswer(JOB, None, answered=False)
     shown = screen(replace(scribe.facts(after=45), queue=silent))["status"]
-    assert shown == "running: training by its journal, last heard of 45 s ago; Slurm does not answer"
+    assert (
+        shown == "running: training by its journal, last heard of 45 s ago; Slurm does not answer"
+    )
     # Nobody to ask: how old the last sign of life is.
     assert "last heard of 2 min ago" in screen(scribe.facts(after=120))["status"]
 
