@@ -592,7 +592,7 @@ def test_every_picture_has_a_cause_and_a_cancelled_job_is_never_brought_back(
     [(), (failed(Cause.NCCL_ERROR, rank=0),), (failed(Cause.NCCL_ERROR, after_loss=True),)],
 )
 def test_no_node_is_to_blame_where_srun_was_killed(failures: tuple[RankFailure, ...]) -> None:
-    # Slurm ends every rank once srun is gone (tried on 22.05.8): whose end is noticed first is luck.
+    # Slurm ends every rank once srun is gone (tried on 22.05.8): which one goes first is luck.
     facts = LaunchFacts(
         now=NOW,
         step=20,

@@ -195,6 +195,7 @@ def performed(scribe: Scribe, cause: Cause, when: When, fails: Fails, after: Aft
         if number:
             play.come_back(cause, fails)
         play.train(last, saves=fails is not Fails.EVERY_SAVE)
+        scribe.later(2)
         play.strike(cause, fails)
     if after is After.GOES_ON and cause is not Cause.USER_CANCELLED:
         play.come_back(cause, fails)
