@@ -116,7 +116,7 @@ class AttemptTeller:
         ranks = t.plural(launch.world_size, "rank") if launch.world_size else "ranks unknown"
         begun = restart(launch.resumes[0]) if launch.resumes else "no training yet"
         if launch.program is not None:
-            ranks = "a program of its own"
+            ranks = "external program"
             far = t.clean(launch.program, 120)
             begun = f"as far as {far}" if far else "no progress seen"
         yield f"  launch {launch.number}{_GAP}{ranks}{_GAP}{begun}"
@@ -324,10 +324,7 @@ class AttemptTeller:
         for comeback in one.comebacks:
             if comeback.outcome == "failed":
                 why = t.clean(comeback.reason, self._limit)
-                yield (
-                    f"  {self._at(comeback.time)}  "
-                    f"{t.clean(comeback.method, 60)} was not taken: {why}"
-                )
+                yield (f"  {self._at(comeback.time)}  {t.clean(comeback.method, 60)} failed: {why}")
 
     @property
     def _limit(self) -> int:
@@ -432,4 +429,4 @@ def _late(late: s.LateProbe) -> str:
         f"rank {rank}" + (f" ({t.clean(hosts[rank], 64)})" if rank in hosts else "")
         for rank in late.ranks
     )
-    return ", ".join(named) or "nobody in particular"
+    return ", ".join(named) or "no single rank"

@@ -205,7 +205,7 @@ def test_progress_frees_budgets(execute: Exec) -> None:
         timeout=60,
     ).stdout
     assert told.startswith("x   finished   step 6   "), told
-    assert "a program of its own   as far as state-3" in told
+    assert "external program   as far as state-3" in told
     assert "RuntimeError: again" in told
 
 

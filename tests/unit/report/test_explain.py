@@ -560,7 +560,7 @@ def test_a_successor_and_a_requeue_that_slurm_did_not_take(scribe: Scribe) -> No
     )
     scribe.end("open")
     text = told(scribe.facts())
-    assert "scontrol requeue was not taken: Socket timed out" in text
+    assert "scontrol requeue failed: Socket timed out" in text
     assert "requeue left open" in text
     assert "   waits for a requeue that Slurm has not taken\n" in text
     assert "requeue that Slurm has not taken: slurm-forge reconcile tiny-gpt" in text

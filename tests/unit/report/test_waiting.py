@@ -259,7 +259,7 @@ def test_a_hold_that_slurm_refused_leaves_nothing_to_release(scribe: Scribe) -> 
     assert "scontrol release" not in shown["next"]
     text = told(scribe.facts())
     assert "scontrol release" not in text
-    assert "scontrol requeuehold was not taken: Requested operation is presently dis" in text
+    assert "scontrol requeuehold failed: Requested operation is presently dis" in text
     assert "in Slurm's queue" not in text
 
 
