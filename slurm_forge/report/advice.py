@@ -114,7 +114,8 @@ def next_in_story(
     """As ``next_steps``, for somebody who has the whole story before them; empty once finished."""
     if standing.status is RunStatus.FINISHED:
         return ()
-    if state.open_intent is not None or standing.not_started is not None:
+    known = standing.gone is None and standing.not_started is None
+    if state.open_intent is not None or not known:
         return next_steps(facts, state, standing)
     onward = go_on(facts.reference, state.job, standing)
     if standing.status is RunStatus.HELD:

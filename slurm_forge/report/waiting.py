@@ -22,6 +22,9 @@ __all__ = ["JobGone", "QueueAnswer", "job_gone", "job_to_ask_about", "why_waitin
 
 #: A sign of life is written every few seconds while a run trains.
 _FRESH_S = 30.0
+#: How the comment begins that a job of ours is given.
+_OUR_COMMENT = "slurm_forge:"
+_LONGEST_WHY = 200
 _NOTHING = "nothing to do: it starts when its turn comes"
 #: What a preempted job waits for, in Slurm's words, while the one that preempted it runs.
 _TAKEN = ("Nodes required for job are DOWN, DRAINED", "ReqNodeNotAvail, May be reserved")
@@ -190,7 +193,12 @@ def job_gone(
         return JobGone(RunStatus.STOPPED, f"{words}; {heard}", bring_back)
     if record.state in PENDING_LIKE:
         waiting = why_waiting(answer, again=again, now=now, zone=zone)
-        words = f"job {job} is back in the queue, and the journal does not say why: {waiting.text}"
+        # Where the journal could not be written, the job's comment says why.
+        said = (record.comment or "").partition(_OUR_COMMENT)[2].strip()
+        why = t.clean(said, _LONGEST_WHY) if said else "the journal does not say why"
+        if waiting.held:
+            return JobGone(RunStatus.HELD, f"job {job} is {waiting.text}: {why}", waiting.next)
+        words = f"job {job} is back in the queue ({why}): {waiting.text}"
         return JobGone(RunStatus.REQUEUED, words, waiting.next)
     return None
 

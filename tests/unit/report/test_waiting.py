@@ -538,6 +538,20 @@ def test_a_running_run_that_slurm_has_put_back_into_the_queue(scribe: Scribe) ->
     assert "waits for free nodes" in shown["status"]
 
 
+def test_a_running_run_whose_job_is_held_says_what_its_comment_says(scribe: Scribe) -> None:
+    """On a read-only disk nothing could be written down."""
+    scribe.begin()
+    scribe.resume(0)
+    held = pending(
+        "job_requeued_in_held_state",
+        comment="slurm_forge: the journal can't be written (Read-only file system)",
+    )
+    shown = screen(replace(scribe.facts(after=45), queue=held))
+    assert shown["status"].startswith(f"held: job {JOB} is held by")
+    assert "the journal can't be written (Read-only file system)" in shown["status"]
+    assert f"scontrol release {JOB}" in shown["next"]
+
+
 def test_a_running_run_while_slurm_is_silent(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
