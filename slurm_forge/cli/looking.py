@@ -12,6 +12,7 @@ import typer
 from slurm_forge.cli.completing import run_names
 
 if TYPE_CHECKING:
+    from slurm_forge.report.facts import RunFacts
     from slurm_forge.report.status import Status
     from slurm_forge.run_directory import RunDirectory
 
@@ -79,7 +80,7 @@ def status(
     from slurm_forge.report.status import take_status
     from slurm_forge.report.status_text import status_text
 
-    facts = with_queue(surrounded(gather(found, logs=False), found, resources=False))
+    facts = with_queue(lambda: surrounded(gather(found, logs=False), found, resources=False))
     taken = _as_it_is(take_status(facts), found)
     typer.echo(to_json(taken) if json else status_text(taken), nl=json)
 
@@ -110,7 +111,7 @@ def explain(
     from slurm_forge.report.explain_text import explain_text
 
     found = find_run(run, runs)
-    facts = with_queue(surrounded(gather(found), found))
+    facts = with_queue(lambda: surrounded(gather(found), found))
     story = told_by(facts)
     chosen = story if attempt is None else only_attempt(story, attempt)
     if chosen is None:
@@ -181,9 +182,13 @@ def _follow(run: RunDirectory) -> None:
 
     at_rest = {status.value for status in AT_REST}
     gathering = Gathering(run)
-    gathering.look()
+
+    def read() -> RunFacts:
+        gathering.look()
+        return surrounded(gathering.facts(), run, resources=False)
+
     # Asked once: what changes is told by the journal, and Slurm has better to do.
-    facts = with_queue(surrounded(gathering.facts(), run, resources=False))
+    facts = with_queue(read)
     taken = _as_it_is(take_status(facts), run)
     typer.echo(status_text(taken), nl=False)
     if taken.status in at_rest:

@@ -18,6 +18,7 @@ from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.slurm.states import ACTIVE
 
 __all__ = ["ask_slurm", "surrounded", "with_queue"]
 
@@ -43,12 +44,25 @@ def surrounded(facts: RunFacts, run: RunDirectory, *, resources: bool = True) ->
     )
 
 
-def with_queue(facts: RunFacts, ask: Callable[[str], QueueAnswer | None] | None = None) -> RunFacts:
-    """The facts with Slurm's word on the job, where the journal says that it waits."""
+def with_queue(
+    read: Callable[[], RunFacts], ask: Callable[[str], QueueAnswer | None] | None = None
+) -> RunFacts:
+    """The facts with Slurm's word on the job, where the journal says that it runs or waits.
+
+    Where the job is over by then, the journal is read once more: its last lines were written
+    before that.
+    """
+    facts = read()
     job = job_to_ask_about(facts.records)
     if job is None or facts.done:
         return facts
-    return replace(facts, queue=(ask_slurm if ask is None else ask)(job))
+    answer = (ask_slurm if ask is None else ask)(job)
+    record = None if answer is None else answer.record
+    if answer is not None and answer.answered and (record is None or record.state not in ACTIVE):
+        facts = read()
+        if facts.done:
+            return facts
+    return replace(facts, queue=answer)
 
 
 def ask_slurm(job: str) -> QueueAnswer | None:

@@ -11,12 +11,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from slurm_forge.journal.events import Event
 
-__all__ = ["FORMAT", "LINE_LIMIT", "Record", "decode", "encode"]
+__all__ = ["FORMAT", "LINE_LIMIT", "NO_LAUNCH", "Record", "decode", "encode"]
 
 #: Version of the line format.  Readers skip lines of a kind they do not know.
 FORMAT = 1
 #: One event is small; a longer line is damage, or somebody filling the disk.
 LINE_LIMIT = 1 << 18
+#: The launch of an event that belongs to none, such as what a person asked for: it comes after
+#: every launch of its attempt.
+NO_LAUNCH = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

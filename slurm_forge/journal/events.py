@@ -408,10 +408,14 @@ class ProbeOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnded:
-    """All ranks of a launch are gone."""
+    """All ranks of a launch are gone, after ``step`` steps as far as is known.
+
+    ``exact``: a rank said so itself at its end; else they may have come further.
+    """
 
     outcome: str
     step: int | None = None
+    exact: bool = False
     kind: Literal["launch_ended"] = "launch_ended"
 
 

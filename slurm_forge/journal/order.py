@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.positions import ReadPosition, WriterPosition
 from slurm_forge.journal.state import FencedRecords
 
@@ -26,8 +26,6 @@ __all__ = [
     "without_fenced",
 ]
 
-#: ``launch`` of what is written behind everything of an attempt.
-_BEHIND = 1 << 30
 _BEGIN, _DURING, _END = range(3)
 _STARTS = (ev.AttemptStarted, ev.LaunchStarted)
 _ENDS = (
@@ -80,7 +78,7 @@ def _sorted(records: Iterable[Record], *, by_time: bool) -> list[Record]:
         for part, record in _parts(own):
             # Never against a writer's own sequence.
             latest, logical = max(latest, record.time), max(logical, record.logical_time)
-            told = by_time and launch != _BEHIND and part == _DURING
+            told = by_time and launch != NO_LAUNCH and part == _DURING
             place = (0.0, latest) if told or not logical else (float(logical), 0.0)
             keyed.append(((attempt, launch, part, *place, writer, record.sequence), record))
     return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
@@ -102,7 +100,7 @@ def _role(record: Record) -> str:
 
 def _parts(own: Sequence[Record]) -> Iterator[tuple[int, Record]]:
     """Of what one writer wrote in a launch: what begins it, what goes on in it, what ends it."""
-    if own[0].launch == _BEHIND:
+    if own[0].launch == NO_LAUNCH:
         yield from ((_DURING, record) for record in own)
         return
     starts = [at for at, record in enumerate(own) if isinstance(record.event, _STARTS)]

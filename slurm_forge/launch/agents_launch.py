@@ -118,6 +118,10 @@ class AgentsLaunch:
         """The last lines of srun's output."""
         return self._step.tail()
 
+    def launcher_signal(self) -> str:
+        """The signal that ended srun, empty where none did or we sent it."""
+        return self._step.launcher_signal()
+
     def ends(self) -> tuple[WorkerEnd, ...]:
         """How workers ended, in the order in which agents said so."""
         return tuple(

@@ -18,7 +18,7 @@ from slurm_forge.journal import (
     newest_attempt_in,
     read_journal,
 )
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.events import (
     DecisionTaken,
     RequeueDone,
@@ -234,7 +234,7 @@ def reconcile(
             return and_without(planned(state, job, record, slurm, also=others), others)
 
         newest = newest_attempt_in(records)
-        journal = JournalWriter(run, attempt=newest, writer="cli", launch=1 << 30)
+        journal = JournalWriter(run, attempt=newest, writer="cli", launch=NO_LAUNCH)
         journal.follow(records)
         try:
             found = _came_back(run, intent.job, restarts, slurm)

@@ -20,7 +20,7 @@ from slurm_forge.journal import (
     read_journal,
     read_position,
 )
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -145,7 +145,7 @@ class Attempt:
         """
         if facts.finished:
             step = facts.step or 0
-            self.journal.write(LaunchEnded(outcome="finished", step=facts.step))
+            self.journal.write(LaunchEnded(outcome="finished", step=facts.step, exact=True))
             self.fence()
             self.run.mark_done(step, self.claim.attempt)
             self.journal.write(Finished(step=step))
@@ -163,7 +163,10 @@ class Attempt:
         full = self._cannot_write(
             LaunchEnded(
                 outcome=incident.cause.value,
-                step=facts.step if incident.step is None else incident.step,
+                step=max(
+                    (s for s in (facts.furthest, incident.step) if s is not None), default=None
+                ),
+                exact=facts.is_furthest_exact,
             ),
             IncidentSeen(incident=incident),
         )
@@ -248,7 +251,9 @@ class Attempt:
             or (each.action in _ENDS and each.incident_id.startswith(mine))
         ]
         if found:
-            self._cannot_write(LaunchEnded(outcome=found[-1].cause.value, step=facts.step))
+            self._cannot_write(
+                LaunchEnded(outcome=found[-1].cause.value, step=facts.furthest, exact=True)
+            )
         return found[-1] if found else None
 
     def _cannot_write(self, *events: Event) -> OSError | None:
@@ -373,7 +378,7 @@ def _stay_stopped(run: RunDirectory, state: RunState, records: Sequence[Record])
         return
     number = max((each.number for each in state.attempts), default=0)
     with contextlib.suppress(OSError):
-        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1 << 30)
+        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
         journal.follow(records)
         journal.write(
             DecisionTaken(

@@ -6,6 +6,7 @@ import contextlib
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter, fold, newest_attempt_in, read_journal
+from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import Held
 from slurm_forge.launch.attempt import Refusal
 from slurm_forge.launch.chain import chain_of
@@ -38,7 +39,7 @@ def nothing_to_do(run: RunDirectory, why: Refusal, job: str, slurm: Slurm) -> No
         if chain.hold(waiting, reason):
             return
         number = newest_attempt_in(records)
-        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1 << 30)
+        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
         journal.follow(records)
         # Whoever releases them wants it to go on: nothing else starts them.
         journal.write(Held(job=chain.array, restart_count=0, reason=reason, confirmed=True))

@@ -336,9 +336,12 @@ class ProgramConductor:
     def _with_end(self, facts: LaunchFacts, status: int | None) -> LaunchFacts:
         noticed = self._seen.stop_asked is not None or is_ending(facts)
         end = ended(self._program, status, noticed=noticed, said_done=self._said_done())
+        finished = end is ProgramEnd.FINISHED
         return replace(
             facts,
-            finished=end is ProgramEnd.FINISHED,
+            finished=finished,
+            # The number in a checkpoint's name need not be a step, nor the last one.
+            step=self._progress.printed if finished else facts.step,
             asked_again=end is ProgramEnd.ASKED,
         )
 

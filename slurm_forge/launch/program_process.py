@@ -179,6 +179,10 @@ class ProgramProcess:
         """The last of its output."""
         return self._tail.text()
 
+    def launcher_signal(self) -> str:
+        """Nothing: the program is what ends, not what started it."""
+        return ""
+
     def ends(self) -> tuple[WorkerEnd, ...]:
         """Nothing: what ranks there may be are somebody else's."""
         return ()
@@ -187,6 +191,7 @@ class ProgramProcess:
         if self._done is not None and self._done.search(line):
             self.printed_done = True
         if self._step is not None:
-            found = self._step.search(line)
-            if found is not None and found[1] and found[1].isdecimal() and len(found[1]) < 19:
-                self.printed_step = int(found[1])
+            # A progress bar may write many of them without a line's end: the last one counts.
+            for found in self._step.finditer(line):
+                if found[1] and found[1].isdecimal() and len(found[1]) < 19:
+                    self.printed_step = int(found[1])

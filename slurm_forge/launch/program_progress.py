@@ -112,6 +112,11 @@ class ProgressWatch:
             return printed
         return None if self._furthest < 0 else self._furthest
 
+    @property
+    def printed(self) -> int | None:
+        """The last step that its output told; None where no step is looked for in it."""
+        return self._printed()
+
     def news(self) -> Iterable[Advanced]:
         """What has come since the last call."""
         with self._lock:

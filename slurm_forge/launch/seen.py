@@ -39,6 +39,9 @@ class Launched(Protocol):
     def tail(self) -> str:
         """The last lines of the launcher's own output."""
 
+    def launcher_signal(self) -> str:
+        """The signal that ended the launcher itself, empty where none did or we sent it."""
+
     def ends(self) -> tuple[WorkerEnd, ...]:
         """How ranks ended, where somebody but the launcher's output tells; in that order."""
 
@@ -168,6 +171,7 @@ class Seen:
             exit_status=None if launched is None else launched.poll(),
             ends=() if launched is None else launched.ends(),
             launcher_text="" if launched is None else launched.tail(),
+            launcher_signal="" if launched is None else launched.launcher_signal(),
             decided=self.decided,
             killed_for_memory=self.killed_for_memory or _memory_of(launched),
         )

@@ -81,6 +81,7 @@ class StepProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._killed = False
         # A session of its own: a signal for the batch step's process group is ours to interpret,
         # and srun would turn it into something else for the ranks.
         self._process = subprocess.Popen(
@@ -113,6 +114,7 @@ class StepProcess:
     def kill(self) -> None:
         """End the step: srun passes SIGTERM on, SIGKILL ends srun and slurmstepd the tasks."""
         if self._process.poll() is None:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError):  # it may have ended by itself meanwhile
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -122,6 +124,12 @@ class StepProcess:
             return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def launcher_signal(self) -> str:
+        """The signal that ended srun, empty where none did or ``kill`` sent it."""
+        number = -(self._process.poll() or 0)
+        known = {each.value: each.name for each in signal.Signals}
+        return "" if self._killed or number <= 0 else known.get(number, f"signal {number}")
 
     def ends(self) -> tuple[WorkerEnd, ...]:
         """Nothing: srun prints how its tasks end."""

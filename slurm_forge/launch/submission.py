@@ -21,6 +21,7 @@ from slurm_forge.journal import (
     newest_attempt_in,
     read_journal,
 )
+from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.chain import VIA_ARRAY
 from slurm_forge.launch.saves_seen import usual_saves
@@ -282,7 +283,7 @@ def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
     records, _ = read_journal(run, thin=True, fresh=True)
     # After everything of the newest attempt that is known of, and before the next one's.
     attempt = newest_attempt_in(records)
-    journal = JournalWriter(run, attempt=attempt, writer="cli", launch=1 << 30)
+    journal = JournalWriter(run, attempt=attempt, writer="cli", launch=NO_LAUNCH)
     journal.follow(records)
     journal.write(event)
     journal.close()

@@ -6,7 +6,7 @@ probe, Slurm's and the kernel's words about those that went without any, and las
 
 from __future__ import annotations
 
-from slurm_forge.recovery.deaths import first_lost, of_a_silence
+from slurm_forge.recovery.deaths import first_lost, launcher_killed, of_a_silence
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank, RankFailure
 from slurm_forge.recovery.slurm_says import (
     Judged,
@@ -74,6 +74,8 @@ def _where(
         return facts.straggler.ranks[0], (facts.straggler.host,)
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
         return first.rank, (first.host,)
+    if facts.launcher_signal and _only_follows(first):
+        return None, ()
     lost = first_lost(facts)
     # A rank that gave up waiting for another says nothing against its own node.
     if lost is not None and cause in _OF_A_RANK:
@@ -92,7 +94,7 @@ def _step(facts: LaunchFacts) -> int | None:
     if facts.probe is not None:
         return facts.probe.step
     first = _first_failure(facts)
-    return facts.step if first is None else first.step
+    return facts.furthest if first is None else first.step
 
 
 def _named(facts: LaunchFacts) -> set[str]:
@@ -161,6 +163,10 @@ def _judge(facts: LaunchFacts) -> Judged:
         return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if facts.probe is not None:
         return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
+    if facts.launcher_signal and _only_follows(first):
+        killed = launcher_killed(facts)
+        if killed is not None:
+            return killed
     if first is not None:
         return _by_last_words(facts, first)
     if facts.asked_again:
@@ -189,6 +195,11 @@ def _not_known_yet(facts: LaunchFacts) -> Judged:
 def is_unexplained(incident: Incident) -> bool:
     """Whether the launch was stopped, and nothing has explained by whom and why."""
     return incident.cause is Cause.PREEMPTED and incident.confidence is Confidence.GUESS
+
+
+def _only_follows(first: RankFailure | None) -> bool:
+    """Whether no rank said more than that it has lost another one."""
+    return first is None or first.cause is Cause.NCCL_ERROR
 
 
 def _by_last_words(facts: LaunchFacts, first: RankFailure) -> Judged:

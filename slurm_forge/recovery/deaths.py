@@ -19,7 +19,7 @@ from slurm_forge.slurm.srun_words import TaskEnd, first_end, step_cancelled, tas
 from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-__all__ = ["SUSPECTED_HARDWARE", "first_lost", "of_a_silence"]
+__all__ = ["SUSPECTED_HARDWARE", "first_lost", "launcher_killed", "of_a_silence"]
 
 #: With these Megatron says that its own check of a result points to the hardware of that rank
 #: (EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of its rerun state
@@ -66,6 +66,17 @@ def of_a_silence(facts: LaunchFacts) -> Judged:
     if status not in (None, 0) or facts.lost:
         return Cause.CRASH, Confidence.LIKELY, (*gone, *words)
     return Cause.UNKNOWN, Confidence.GUESS, words
+
+
+def launcher_killed(facts: LaunchFacts) -> Judged | None:
+    """srun itself was killed, and Slurm has ended the ranks for that: no node is to blame."""
+    if not facts.launcher_signal:
+        return None
+    text = f"{facts.launcher} was killed by {facts.launcher_signal}, and with it every rank"
+    killed = killed_for_memory(facts)
+    if killed:
+        return Cause.HOST_OOM, Confidence.LIKELY, (Evidence(facts.launcher, text), *killed)
+    return Cause.CRASH, Confidence.LIKELY, (Evidence(facts.launcher, text),)
 
 
 def _exit_status(status: int | None) -> str:

@@ -126,6 +126,9 @@ class LaunchFacts:
     launcher: str = "srun"
     #: The last of what the launcher printed, and of what Slurm printed into the batch step's.
     launcher_text: str = ""
+    #: The signal that ended the launcher itself, where we did not send it: Slurm then ends every
+    #: rank of the step (_shepherd_spawn in Slurm's src/srun/libsrun/srun_job.c).
+    launcher_signal: str = ""
     batch_text: str = ""
     #: What the kernel's counters say about processes killed for memory during the launch.
     killed_for_memory: str = ""
@@ -145,3 +148,15 @@ class LaunchFacts:
     outlives_nodes: bool = False
     #: Id of the incident that rank 0 has decided on already: only to be carried out.
     decided: str = ""
+
+    @property
+    def furthest(self) -> int | None:
+        """The furthest step that is known of: heartbeats are a second old, last words are not."""
+        steps = [each.step for each in self.failures]
+        return max((*steps, *(() if self.step is None else (self.step,))), default=None)
+
+    @property
+    def is_furthest_exact(self) -> bool:
+        """Whether a rank said itself how far it came.  Ranks are in step with each other."""
+        own = any(not each.everybody for each in self.failures)
+        return self.finished or self.stopped_at is not None or own

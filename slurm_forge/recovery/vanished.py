@@ -24,7 +24,9 @@ def vanished(facts: LaunchFacts) -> tuple[str, ...]:
     heard of any node: then it is the way to them, or this one.
     """
     given = facts.seats
-    if given is None or not facts.outlives_nodes or facts.exit_status != -signal.SIGKILL:
+    if given is None or not facts.outlives_nodes or facts.launcher_signal:
+        return ()
+    if facts.exit_status != -signal.SIGKILL:
         return ()
     if any(each.cause is not Cause.NCCL_ERROR for each in facts.failures if not each.after_loss):
         return ()  # somebody said what it was

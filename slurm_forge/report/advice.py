@@ -10,8 +10,8 @@ from slurm_forge.recovery.remedies import remedy
 from slurm_forge.report.consequences import NEXT
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.standing import Standing, again
-from slurm_forge.report.story import IncidentStory, RunStory
-from slurm_forge.report.text import clean
+from slurm_forge.report.story import FailingSaves, IncidentStory, RunStory
+from slurm_forge.report.text import clean, number, plural
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["go_on", "next_in_story", "next_steps"]
@@ -50,6 +50,8 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         return (f"carry out the requeue that Slurm has not taken: slurm-forge reconcile {name}",)
     if standing.not_started is not None:
         return (_REPAIR, f"then, to go on: {onward}")
+    if standing.gone is not None:
+        return _then_see(standing, name, standing.gone.next)
     waiting, job = standing.waiting, clean(state.job, 40)
     if waiting is not None and status is not RunStatus.HELD:
         return (waiting.next,)
@@ -74,10 +76,29 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
             return (f"{_to_go_on(state, standing)}: {onward}",)
+        case _ if standing.failing_saves is not None:
+            return (
+                f"{remedy(Cause.STORAGE)}: {_at_risk(standing.failing_saves)}",
+                f"to see each failed save: slurm-forge explain {name}",
+            )
         case _ if facts.stop_asked:
             return (f"nothing to do: it saves and stops; later, to go on: {onward}",)
         case _:
             return (f"nothing to do; to watch it: slurm-forge status {name} --follow",)
+
+
+def _then_see(standing: Standing, name: str, next_: str) -> tuple[str, ...]:
+    """What to do about a job that Slurm knows to be over."""
+    if standing.status is RunStatus.REQUEUED:
+        return (next_,)
+    return (f"see what is known: slurm-forge explain {name}", next_)
+
+
+def _at_risk(failing: FailingSaves) -> str:
+    if failing.committed_step is None:
+        return f"there is no checkpoint yet, {plural(failing.at_risk_steps, 'step')} are at risk"
+    last = number(failing.committed_step)
+    return f"{plural(failing.at_risk_steps, 'step')} since step {last} are at risk"
 
 
 def _to_go_on(state: RunState, standing: Standing) -> str:
@@ -93,7 +114,8 @@ def next_in_story(
     """As ``next_steps``, for somebody who has the whole story before them; empty once finished."""
     if standing.status is RunStatus.FINISHED:
         return ()
-    if state.open_intent is not None or standing.not_started is not None:
+    known = standing.gone is None and standing.not_started is None
+    if state.open_intent is not None or not known:
         return next_steps(facts, state, standing)
     onward = go_on(facts.reference, state.job, standing)
     if standing.status is RunStatus.HELD:

@@ -37,6 +37,10 @@ _FOLLOWERS = "followers"
 #: Where the stacks of a standstill lie: who reads of one wants them next.
 _STACKS = "stacks"
 _SHORT = 80
+#: Why a save failed fits on its line.
+_SAVE_REASON = 100
+#: Words with a digit or a slash.
+_DIFFERS = re.compile(r"\S*[\d/]\S*")
 #: A rank that went without a word: the least of what is known where there is anything else.
 _SILENT = re.compile(r"rank (\d{1,9}): on (\S+): gone")
 
@@ -112,7 +116,7 @@ class AttemptTeller:
         ranks = t.plural(launch.world_size, "rank") if launch.world_size else "ranks unknown"
         begun = restart(launch.resumes[0]) if launch.resumes else "no training yet"
         if launch.program is not None:
-            ranks = "a program of its own"
+            ranks = "external program"
             far = t.clean(launch.program, 120)
             begun = f"as far as {far}" if far else "no progress seen"
         yield f"  launch {launch.number}{_GAP}{ranks}{_GAP}{begun}"
@@ -262,10 +266,14 @@ class AttemptTeller:
         return told
 
     def _probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
-        for failed in launch.failed_saves:
-            why = t.clean(failed.reason, self._limit)
-            line = f"{self._at(failed.time)}  save at step {t.number(failed.step)} failed: {why}"
-            yield failed.time, [line]
+        for row in _in_a_row(launch):
+            first, last = row[0], row[-1]
+            why = t.clean(first.cause, _SAVE_REASON)
+            what = f"save at step {t.number(first.step)}"
+            if len(row) > 1:
+                where = f"steps {t.number(first.step)} to {t.number(last.step)}"
+                what = f"{t.plural(len(row), 'save')} in a row, at {where},"
+            yield first.time, [f"{self._at(first.time)}  {what} failed: {why}"]
         for late in launch.late_probes:
             what = "values arrived changed" if late.wrong else "late"
             yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late)}"]
@@ -316,10 +324,7 @@ class AttemptTeller:
         for comeback in one.comebacks:
             if comeback.outcome == "failed":
                 why = t.clean(comeback.reason, self._limit)
-                yield (
-                    f"  {self._at(comeback.time)}  "
-                    f"{t.clean(comeback.method, 60)} was not taken: {why}"
-                )
+                yield (f"  {self._at(comeback.time)}  {t.clean(comeback.method, 60)} failed: {why}")
 
     @property
     def _limit(self) -> int:
@@ -339,6 +344,27 @@ def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
             if (row.first_step, row.last_step) == (incident.onset, incident.step):
                 whole.add(id(row))
     return whole, in_part
+
+
+def _in_a_row(launch: s.LaunchStory) -> Iterator[Sequence[s.FailedSave]]:
+    """Failed saves with no checkpoint between them, by what kind of failure it was."""
+    row: list[s.FailedSave] = []
+    for failed in launch.failed_saves:
+        apart = row and (
+            any(row[-1].time < saved.time <= failed.time for saved in launch.checkpoints)
+            or _kind(row[-1]) != _kind(failed)
+        )
+        if apart:
+            yield row
+            row = []
+        row.append(failed)
+    if row:
+        yield row
+
+
+def _kind(failed: s.FailedSave) -> str:
+    """The reason without what differs from save to save: steps, sizes, paths."""
+    return _DIFFERS.sub("", failed.cause)
 
 
 def _told(evidence: Sequence[s.Observation], limit: int) -> list[str]:
@@ -403,4 +429,4 @@ def _late(late: s.LateProbe) -> str:
         f"rank {rank}" + (f" ({t.clean(hosts[rank], 64)})" if rank in hosts else "")
         for rank in late.ranks
     )
-    return ", ".join(named) or "nobody in particular"
+    return ", ".join(named) or "no single rank"

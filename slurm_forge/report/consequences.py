@@ -154,14 +154,18 @@ def consequences(
 
 def _cost(incident: s.IncidentStory, gpus: float | None) -> Iterator[str]:
     steps, lost = incident.repeated_steps, incident.lost_s
+    least = "at least " if incident.repeated_at_least else ""
     if steps is None:
         pass
+    elif steps == 0 and incident.repeated_at_least:
+        # When it ended nobody could say how far it was.
+        yield "steps since its last sign of life repeated, if any"
     elif steps == 0:
         yield "0 steps lost"
     elif lost is not None and t.span(lost) != t.span(0.0):
-        yield f"{t.plural(steps, 'step')} repeated, {t.span(lost)}"
+        yield f"{least}{t.plural(steps, 'step')} repeated, {t.span(lost)}"
     else:
-        yield f"{t.plural(steps, 'step')} repeated"
+        yield f"{least}{t.plural(steps, 'step')} repeated"
     parts = [
         f"{t.rank_time(spent, gpus)} {word}"
         for spent, word in ((incident.lost_rank_s, "lost"), (incident.idle_rank_s, "idle"))

@@ -87,6 +87,8 @@ def explain(facts: RunFacts) -> RunStory:
         gpus_per_rank=facts.gpus_per_rank,
         nodes_asked=facts.nodes_asked,
         waiting=now.waiting,
+        failing_saves=now.failing_saves,
+        repeated_at_least=line.at_least,
     )
     return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
 

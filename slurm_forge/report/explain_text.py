@@ -9,6 +9,7 @@ from slurm_forge.journal import RunStatus
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.report.attempt_text import AttemptTeller
+from slurm_forge.report.status_text import failing_saves_text
 from slurm_forge.report.trouble import is_fault
 
 __all__ = ["explain_text"]
@@ -37,6 +38,8 @@ def explain_text(
         lines.append(_GAP + t.clean(story.words, 400))
     if len(story.jobs) > 1:
         lines.append(_GAP + t.chain(story.jobs))
+    if story.failing_saves is not None:
+        lines.append(f"{_GAP}saves: {failing_saves_text(story.failing_saves, zone)}")
     lines += [f"{_GAP}warning: {warning}" for warning in story.warnings]
     told = [a for a in story.attempts if attempt in (None, a.number)]
     if not told:
@@ -91,7 +94,8 @@ def _cost(story: s.RunStory) -> Iterator[str]:
     if story.lost_rank_s >= worth:
         why = []
         if story.repeated_steps:
-            why.append(f"{t.plural(story.repeated_steps, 'step')} repeated")
+            least = "at least " if story.repeated_at_least else ""
+            why.append(f"{least}{t.plural(story.repeated_steps, 'step')} repeated")
         if story.starts:
             why.append(t.plural(story.starts, "more start"))
         because = f" ({', '.join(why)})" if why else ""

@@ -55,7 +55,8 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             )
             return f"saved step {t.number(event.step)} in {t.span(event.seconds)} ({why}){suspect}"
         case ev.CheckpointFailed():
-            return f"save at step {t.number(event.step)} failed: {t.clean(event.reason, 160)}"
+            why = t.clean(event.reason.partition("\n")[0], 100)
+            return f"save at step {t.number(event.step)} failed: {why}"
         case ev.CheckpointRejected():
             return f"passed over {t.clean(event.name, 80)}: {t.clean(event.reason, 160)}"
         case ev.CheckpointJudged():
@@ -105,7 +106,7 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
                 return f"successor job {t.clean(event.successor, 40)} submitted"
             return f"requeued job {t.clean(event.job, 40)}"
         case ev.RequeueFailed():
-            return f"{t.clean(event.method, 60)} was not taken: {t.clean(event.reason, 160)}"
+            return f"{t.clean(event.method, 60)} failed: {t.clean(event.reason, 160)}"
         case ev.Held():
             job = t.clean(event.job, 40)
             return f"to be held in the queue as job {job}: {t.clean(event.reason, 300)}"
@@ -118,7 +119,7 @@ def _told(record: Record, zone: tzinfo | None) -> str | None:
             return f"attempt {record.attempt} ended: {t.clean(event.outcome, 60)}"
         case ev.Advanced():
             where = "" if event.step is None else f" (step {t.number(event.step)})"
-            return f"further than ever: {t.clean(event.what, 160)}{where}"
+            return f"new furthest progress: {t.clean(event.what, 160)}{where}"
         case ev.Finished() if not event.step:
             return "finished"
         case ev.Finished():
@@ -138,7 +139,7 @@ def _pace(
 ) -> str:
     if isinstance(event, ev.StragglerOver):
         host, lost = t.clean(event.host, 80), t.span(event.lost_s)
-        return f"{host} is as fast as the others again: {lost} lost by all ranks"
+        return f"{host} recovered; it cost all ranks {lost}"
     heard = PaceTelling()
     if isinstance(event, ev.TrendSeen) and event.over:
         heard.hear(replace(event, over=False), time)
@@ -173,6 +174,4 @@ def _incident(event: ev.IncidentSeen) -> str:
 
 
 def _ranks(event: ev.ProbeMeasured | ev.StallSeen) -> str:
-    return (
-        ", ".join(f"rank {t.number(rank)}" for rank in event.late_ranks) or "nobody in particular"
-    )
+    return ", ".join(f"rank {t.number(rank)}" for rank in event.late_ranks) or "no single rank"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.report import story as s
 from slurm_forge.report.launch_history import Beyond, LaunchTelling, strike_of
 from slurm_forge.report.lineage import Lineage, trace
@@ -57,6 +58,28 @@ class History:
         """Where training stands; None before any, and where a program never told."""
         step = self.lineage.step
         return None if self.of_program and not step else step
+
+    def failing_saves(self) -> s.FailingSaves | None:
+        """The saves that have failed since the last checkpoint; None where the last one did not."""
+        launches = [launch for attempt in self.attempts for launch in attempt.launches]
+        last = max((c.time for each in launches for c in each.checkpoints), default=-math.inf)
+        steps = [c.step for each in launches for c in each.checkpoints if c.time == last]
+        failed = sorted(
+            (f for each in launches for f in each.failed_saves if f.time > last),
+            key=lambda one: one.time,
+        )
+        if not failed:
+            return None
+        committed = steps[-1] if steps else None
+        return s.FailingSaves(
+            count=len(failed),
+            since=failed[0].time,
+            first_step=failed[0].step,
+            last_step=failed[-1].step,
+            reason=failed[-1].cause,
+            committed_step=committed,
+            at_risk_steps=max(0, (self.step or 0) - (committed or 0)),
+        )
 
 
 def tell(ordered: Sequence[Record]) -> History:
@@ -133,6 +156,10 @@ class _Attempt:
 
     def hear(self, record: Record) -> None:
         event, time = record.event, record.time
+        if record.launch >= NO_LAUNCH and isinstance(event, ev.DecisionTaken):
+            # The start after this attempt found that there was nothing for it to do.
+            self.notes.append(f"the next start did not train: {event.decision.reason}")
+            return
         if self._is_of_a_later_one(record):
             self.found.append(record)
             return
@@ -160,7 +187,7 @@ class _Attempt:
             case ev.ResumeCompared():
                 said = "not resumed, because" if event.refused else "resumed, and not as it was"
                 self.notes += [f"{said}: {line}" for line in event.differences]
-            case _ if record.writer.startswith(_PERSON):
+            case _ if record.writer.startswith(_PERSON) or record.launch >= NO_LAUNCH:
                 pass
             case _:
                 self._launch(record).hear(record)

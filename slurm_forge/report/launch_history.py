@@ -354,8 +354,9 @@ def _incident(
     measured = beyond.recovered.get(incident.id)
     steps = None if cost is None else cost.steps
     lost = None if cost is None else cost.seconds
+    at_least = cost is not None and cost.at_least
     if measured is not None:
-        steps, lost = measured.steps, measured.seconds
+        steps, lost, at_least = measured.steps, measured.seconds, False
     return s.IncidentStory(
         id=incident.id,
         time=time,
@@ -372,6 +373,7 @@ def _incident(
         micro_batch=incident.micro_batch,
         resumed_step=None if cost is None else cost.resumed_step,
         repeated_steps=steps,
+        repeated_at_least=at_least,
         lost_s=lost,
         recovered=incident.id in lineage.passed,
     )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from slurm_forge.journal import RunStatus
+from slurm_forge.recovery.remedies import remedy
 from slurm_forge.report.planned import factor, memory_times
 from slurm_forge.report.skipping import row_of
 from slurm_forge.report.story import (
@@ -33,11 +34,13 @@ _INDICES = re.compile(r"dataset\[.*$")
 _ALLOCATOR = "allocator retries"
 #: And that of a run whose faults somebody asked for: no node is to blame for these.
 _ON_PURPOSE = "faults on purpose"
+#: How much is told of why a save failed.
+_REASON = 100
 
 
 def next_time(story: RunStory) -> tuple[str, ...]:
     """What would have saved time or trouble; empty where there is nothing to say."""
-    return tuple(dict.fromkeys(_lessons(story)))
+    return tuple(dict.fromkeys(filter(None, _lessons(story))))
 
 
 def _lessons(story: RunStory) -> Iterator[str]:
@@ -51,16 +54,20 @@ def _lessons(story: RunStory) -> Iterator[str]:
         yield from _nodes(launches)
     if sum(each.cause == Cause.LOSS_SPIKE.value for each in incidents) >= _TWICE:
         yield "try a lower learning rate or a longer warm-up: the loss jumped more than once"
-    if story.repeated_s > max(_REPEATED_S, _REPEATED_SHARE * story.training_s):
-        repeated = plural(story.repeated_steps, "step")
+    # More frequent saves help nothing where they fail.
+    saved = [launch for launch in launches if not launch.failed_saves]
+    if sum(each.repeated_s for each in saved) > max(
+        _REPEATED_S, _REPEATED_SHARE * story.training_s
+    ):
+        repeated = plural(sum(each.repeated_steps or 0 for each in saved), "step")
         yield f"save more often (checkpoint.every_minutes): {repeated} had to be repeated"
-    for launch in launches:
+    for launch in saved:
         if _came_too_late(launch):
-            slowest = max((c.save_s for c in launch.checkpoints), default=None)
-            took = "" if slowest is None else f" (saves take up to {span(slowest)})"
-            yield f"give the last save more time (lead){took}: one did not make it"
-    if any(launch.failed_saves for launch in launches):
-        yield "see why saves failed: free space, quota, and the log of rank 0"
+            yield _more_time(launch)
+    failed = [each for launch in launches for each in launch.failed_saves]
+    if failed:
+        count = plural(len(failed), "save")
+        yield f"{remedy(Cause.STORAGE)}: {count} failed ({clean(failed[-1].cause, _REASON)})"
 
 
 def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:
@@ -151,3 +158,16 @@ def _came_too_late(launch: LaunchStory) -> bool:
     """The stop was agreed and the launch is over, but its checkpoint never came."""
     over = launch.ended is not None
     return over and launch.stop_step is not None and launch.stop_checkpoint is None
+
+
+def _more_time(launch: LaunchStory) -> str:
+    """What gives a final save more time, which depends on who ended the launch."""
+    slowest = max((c.save_s for c in launch.checkpoints), default=None)
+    took = "" if slowest is None else f" (saves take up to {span(slowest)})"
+    causes = {each.cause for each in launch.incidents}
+    if Cause.TIME_LIMIT.value in causes:
+        return f"increase lead: a final save did not finish in time{took}"
+    if Cause.PREEMPTED.value in causes:
+        why = f"a final save did not finish within the grace time{took}"
+        return f"save more often (checkpoint.every_minutes): {why}"
+    return ""  # after a scancel or a crash no setting gives it more time

@@ -30,11 +30,15 @@ _GOES_ON = frozenset({Action.SKIP, Action.WARN})
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Training began again at ``resumed_step``: ``steps``, of ``seconds``, were thrown away."""
+    """Training began again at ``resumed_step``: ``steps``, of ``seconds``, were thrown away.
+
+    ``at_least``: how far training had come was last heard of before it ended.
+    """
 
     resumed_step: int
     steps: int
     seconds: float
+    at_least: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Lineage:
     unsaid_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_s: dict[LaunchKey, float] = field(default_factory=dict)
     repeated_steps: dict[LaunchKey, int] = field(default_factory=dict)
+    #: More steps may have been repeated than are known of.
+    at_least: bool = False
     followed: set[LaunchKey] = field(default_factory=set)
     skipped: list[TimedSkip] = field(default_factory=list)
     undone: list[TimedSkip] = field(default_factory=list)
@@ -87,6 +93,15 @@ class _Segment:
     until: float
     #: (step, when it had been reached)
     marks: list[tuple[int, float]]
+    #: Whether ``head`` is how far it came, and not only how far it is known to have come.
+    exact: bool = False
+    #: The step that all ranks agreed to stop at.
+    stops_at: int | None = None
+
+    @property
+    def may_be_further(self) -> bool:
+        """Whether more steps may have been done than are known of."""
+        return not self.exact and (self.stops_at is None or self.head < self.stops_at)
 
     def reach(self, step: int, time: float) -> None:
         self.until = max(self.until, time)
@@ -182,6 +197,9 @@ class _Tracer:
                 # A few steps may have come after the last line of progress; when, nobody knows.
                 if self._reach(key, event.step, record.time, said=False):
                     line.step = max(event.step, line.step or 0)
+                    self._segments[-1].exact = event.exact
+            case ev.StopAgreed():
+                self._agreed(key, event.step)
             case ev.IncidentSeen():
                 self._incident(key, event.incident, record)
             case ev.DecisionTaken():
@@ -212,6 +230,11 @@ class _Tracer:
         _add(self._line.training_s, key, segment.until - before)
         return True
 
+    def _agreed(self, key: LaunchKey, step: int) -> None:
+        """All ranks stop at ``step``, and none of them goes further."""
+        if self._segments and self._segments[-1].key == key:
+            self._segments[-1].stops_at = step
+
     def _usual(self, steps: int, most: float) -> float:
         """What so many steps take at the pace of those before, in seconds, ``most`` at most."""
         pace = self.pace if self._usual_s is None else self._usual_s
@@ -224,11 +247,17 @@ class _Tracer:
         line, step = self._line, event.step
         line.followed.update(self._seen)
         self._seen.append(key)
+        # Rank 0 lives where training goes on in the same launch, and has said how far it was.
+        before = self._segments[-1] if self._segments else None
+        at_least = before is not None and before.key != key and before.may_be_further
+        line.at_least = line.at_least or at_least
         steps, seconds = self._cut_back(step)
         ended = [name for name, training in self._waiting.items() if training]
         for name in self._waiting:
             mine = name == (ended[-1] if ended else next(iter(self._waiting)))
-            line.costs[name] = Cost(step, steps if mine else 0, seconds if mine else 0.0)
+            line.costs[name] = Cost(
+                step, steps if mine else 0, seconds if mine else 0.0, at_least=mine and at_least
+            )
         if self._waiting:
             line.after[id(event)] = next(reversed(self._waiting))
         self._waiting = {}

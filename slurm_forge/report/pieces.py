@@ -12,6 +12,7 @@ __all__ = [
     "ActStory",
     "ComebackStory",
     "FailedSave",
+    "FailingSaves",
     "HeldStory",
     "LateProbe",
     "LoggedFigure",
@@ -96,6 +97,28 @@ class FailedSave:
     time: float
     step: int
     reason: str
+
+    @property
+    def cause(self) -> str:
+        """Why, without the advice that the error ended with."""
+        return self.reason.partition("\n")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingSaves:
+    """Every save since the last checkpoint has failed: ``count`` of them, the first at ``since``.
+
+    ``reason`` is that of the last one.  ``committed_step`` is the step of the last checkpoint
+    (None: there is none); ``at_risk_steps`` are lost if the run stops now.
+    """
+
+    count: int
+    since: float
+    first_step: int
+    last_step: int
+    reason: str
+    committed_step: int | None
+    at_risk_steps: int
 
 
 @dataclass(frozen=True, slots=True)

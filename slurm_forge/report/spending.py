@@ -44,7 +44,7 @@ class Spent:
 class Spending:
     """The whole run (``total``, without its very first start) and of it what incidents cost.
 
-    ``starts`` counts the starts behind ``total``; ``ranks`` is how many each launch had.
+    ``starts`` counts the launches after the very first one; ``ranks`` is how many each had.
     """
 
     total: Spent = field(default_factory=Spent)
@@ -84,6 +84,7 @@ class _Meter:
         self._launched = False
         #: The very first launch of the run: its start is spared to nobody.
         self._first = True
+        self._begun: set[LaunchKey] = set()
         #: The incident that the time is lost to, and what was lost before it had a name.
         self._incident: str | None = None
         self._seen_in: LaunchKey | None = None
@@ -96,11 +97,13 @@ class _Meter:
                 self._until, self._trains, self._launched = time, None, False
                 self._nameless = Spent()
             case ev.LaunchStarted():
+                self._begin(key)
                 if self._launched:
                     self._idle(time)
                 self._launched, self._trains = True, None
                 self._count(key, event.world_size)
             case ev.Resumed():
+                self._begin(key)
                 self._count(key, event.world_size)
                 self._start(time)
                 self._trains, self._first, self._incident = key, False, None
@@ -133,6 +136,10 @@ class _Meter:
             case _:
                 pass
 
+    def _begin(self, key: LaunchKey) -> None:
+        self._begun.add(key)
+        self.spent.starts = len(self._begun) - 1
+
     def _count(self, key: LaunchKey, ranks: int) -> None:
         self._ranks = self.spent.ranks[key] = max(0, min(ranks, MOST_RANKS))
 
@@ -152,7 +159,6 @@ class _Meter:
     def _start(self, time: float) -> None:
         gap = self._gap(time)
         if not self._first:
-            self.spent.starts += self._trains is None  # else it went back without a restart
             self._charge(Spent(startup_s=gap, startup_rank_s=gap * self._ranks))
 
     def _gap(self, time: float) -> float:

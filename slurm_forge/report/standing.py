@@ -14,17 +14,27 @@ from slurm_forge.report.consequences import in_the_queue, without_next
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.history import GO_ON, History
 from slurm_forge.report.purge import purge_warning
-from slurm_forge.report.story import AttemptStory, WaitingStory
+from slurm_forge.report.story import AttemptStory, FailingSaves, WaitingStory
 from slurm_forge.report.text import ago, clean, observed, plural, span
 from slurm_forge.report.trouble import Trouble, unmended
-from slurm_forge.report.waiting import why_waiting
+from slurm_forge.report.waiting import JobGone, job_gone, why_waiting
+from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Standing", "again", "jobs_of", "standing", "warnings_of"]
+__all__ = ["Standing", "again", "jobs_of", "saves_fail", "standing", "warnings_of"]
 
 #: Progress is written every few seconds; a running attempt that says nothing for this long is
 #: compiling, in a very long step, or gone without a word.
 _SILENT_S = 600.0
+#: After this long the age of the last sign of life is told.
+_QUIET_S = 60.0
+#: What the job of a running run may be doing instead, in Slurm's states.
+_PAUSED = {
+    JobState.SUSPENDED: "suspended by Slurm: it goes on when Slurm resumes it",
+    JobState.STOPPED: "stopped with SIGSTOP: it goes on at SIGCONT",
+    JobState.COMPLETING: "ending on its nodes",
+}
+_SAVE_REASON = 120
 _SHOWN_DAMAGE = 5
 #: How a batch script begins a note of a start that failed.
 _NOTE = re.compile(r"\S+Z job \S+ on (\S+)")
@@ -41,7 +51,8 @@ class Standing:
     wrong before somebody stopped the run, and is not over by that.  ``held_job`` waits in the queue
     until it is released, ``waiting`` is what Slurm says of the job that waits, and ``not_started``
     what a batch script said that could not even start us.  ``of_program``: the run is a program's
-    that keeps its own checkpoints, of which only it knows from where it goes on.
+    that keeps its own checkpoints, of which only it knows from where it goes on.  ``gone``: the
+    journal says that it runs, and Slurm that it does not.  ``failing_saves`` while it is to train.
     """
 
     status: RunStatus
@@ -52,6 +63,8 @@ class Standing:
     waiting: WaitingStory | None = None
     not_started: NotStarted | None = None
     of_program: bool = False
+    gone: JobGone | None = None
+    failing_saves: FailingSaves | None = None
 
 
 def again(reference: str, job: str) -> str:
@@ -78,15 +91,20 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     """What the run is doing, as far as its files tell."""
     newest = history.attempts[-1] if history.attempts else None
     status = RunStatus.FINISHED if facts.done else state.status
+    gone = _gone(facts, state, status, newest)
+    status = status if gone is None else gone.status
     doubtful = status is RunStatus.RUNNING and newest is not None and _is_silent(facts, newest)
-    words = _words(facts, state, status, newest)
+    words = _words(facts, state, status, newest) if gone is None else gone.words
+    failing = None if status is RunStatus.FINISHED else history.failing_saves()
+    if failing is not None and status is RunStatus.RUNNING:
+        words += f", but {saves_fail(failing)}"
     not_started = _not_started(facts, status, history)
     if not_started is not None:
         words = f"job {clean(not_started.job, 40)} could not start: {_why(not_started)}"
         doubtful = False
     held = state.held if status is RunStatus.HELD else None
     held_job = None if held is None else held.job
-    waiting = _waiting(facts, state, status, held_job, newest)
+    waiting = None if gone is not None else _waiting(facts, state, status, held_job, newest)
     if waiting is not None and not_started is None and held_job is None:
         silent = facts.queue is not None and not facts.queue.answered
         words = (
@@ -108,6 +126,8 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
             waiting=waiting,
             not_started=not_started,
             of_program=history.of_program,
+            gone=gone,
+            failing_saves=failing,
         )
     trouble = unmended(history.attempts)
     told = words if not_started is not None else words + _before_that(trouble)
@@ -118,7 +138,28 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
         trouble,
         not_started=not_started,
         of_program=history.of_program,
+        gone=gone,
+        failing_saves=failing,
     )
+
+
+def saves_fail(failing: FailingSaves) -> str:
+    """``the last 8 saves failed: no room for a checkpoint of 3G``."""
+    last = "the last save" if failing.count == 1 else f"the last {failing.count} saves"
+    return f"{last} failed: {clean(failing.reason, _SAVE_REASON)}"
+
+
+def _gone(
+    facts: RunFacts, state: RunState, status: RunStatus, newest: AttemptStory | None
+) -> JobGone | None:
+    """Slurm's record of the job, where it contradicts the journal of a running run."""
+    answer = facts.queue
+    if status is not RunStatus.RUNNING or answer is None or newest is None:
+        return None
+    if answer.job != state.job or state.open_intent is not None:
+        return None
+    command = again(facts.reference, state.job)
+    return job_gone(answer, again=command, now=facts.now, last_seen=newest.last_seen)
 
 
 def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotStarted | None:
@@ -225,8 +266,22 @@ def _running(facts: RunFacts, newest: AttemptStory) -> str:
         return f"its last attempt ended {ago(newest.ended, facts.now)}" + (
             f" ({clean(newest.outcome, 60)})" if newest.outcome else ""
         )
+    silent = facts.now - newest.last_seen
+    answered = facts.queue is not None and facts.queue.answered
     if _is_silent(facts, newest):
-        return f"running, but nothing was heard of it for {span(facts.now - newest.last_seen)}"
+        sure = f", though job {clean(newest.job, 40)} runs" if answered else ""
+        return f"running, but nothing was heard of it for {span(silent)}{sure}"
+    if answered and facts.queue is not None and facts.queue.record is not None:
+        paused = _PAUSED.get(facts.queue.record.state)
+        if paused is not None:
+            return f"{paused} (job {clean(newest.job, 40)})"
+    what = _doing(newest)
+    if facts.queue is not None and not answered:
+        return f"{what} by its journal, last heard of {span(silent)} ago; Slurm does not answer"
+    return f"{what}, last heard of {span(silent)} ago" if silent >= _QUIET_S else what
+
+
+def _doing(newest: AttemptStory) -> str:
     launch = newest.launches[-1] if newest.launches else None
     if launch is not None and launch.program is not None:
         return "its program runs"

@@ -14,6 +14,7 @@ from slurm_forge.report.planned import planned
 from slurm_forge.report.standing import jobs_of, standing, warnings_of
 from slurm_forge.report.story import (
     CheckpointStory,
+    FailingSaves,
     IncidentStory,
     LaunchStory,
     LoggedFigure,
@@ -55,7 +56,8 @@ class Status:
     why it waits, where Slurm was asked.  ``program`` is how far a program got that keeps its own
     checkpoints ("" where that was not seen), None in every other run.  Times are
     seconds since the epoch; None is unknown.  ``slow`` has a line for each node that is slower than
-    the others, and for what has become slower for all.
+    the others, and for what has become slower for all; ``failing_saves`` is set while every save
+    since the last checkpoint has failed.
     """
 
     run: str
@@ -81,6 +83,7 @@ class Status:
     waiting: WaitingStory | None = None
     program: str | None = None
     slow: tuple[str, ...] = ()
+    failing_saves: FailingSaves | None = None
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -123,6 +126,7 @@ def take_status(facts: RunFacts) -> Status:
         slow=()
         if launch is None or now.status is not RunStatus.RUNNING
         else tuple(slow_now(launch.slow, launch.trends)),
+        failing_saves=now.failing_saves,
     )
 
 

@@ -8,10 +8,10 @@ from datetime import tzinfo
 from slurm_forge.report import text as t
 from slurm_forge.report.planned import back_to_schedule, factor, samples_in
 from slurm_forge.report.status import Status
-from slurm_forge.report.story import LoggedFigure, PlanInForce
+from slurm_forge.report.story import FailingSaves, LoggedFigure, PlanInForce
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = ["figures", "status_text"]
+__all__ = ["failing_saves_text", "figures", "status_text"]
 
 _SHOWN_FIGURES = 8
 
@@ -39,6 +39,8 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     else:
         far = t.clean(status.program, 120)
         yield "progress", f"as far as {far}" if far else "none seen yet"
+    if status.failing_saves is not None:
+        yield "saves", failing_saves_text(status.failing_saves, zone)
     if status.last_seen_age_s is not None and status.status == "running":
         yield "last heard", f"{t.span(status.last_seen_age_s)} ago"
     changed = "" if status.plan is None else _plan(status.plan, status.total_steps)
@@ -52,6 +54,15 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     ):
         for line in lines:
             yield label, t.clean(line, 500)
+
+
+def failing_saves_text(failing: FailingSaves, zone: tzinfo | None) -> str:
+    """``8 in a row failed since 11:02:10: no space left; 80 steps since step 20 at risk``."""
+    count = "1 failed at" if failing.count == 1 else f"{failing.count} in a row failed since"
+    kept = "the start" if failing.committed_step is None else f"step {failing.committed_step}"
+    risk = f"{t.plural(failing.at_risk_steps, 'step')} since {kept} at risk"
+    why = t.clean(failing.reason, 120)
+    return f"{count} {t.clock(failing.since, zone)}: {why}; {risk}"
 
 
 def figures(logged: tuple[LoggedFigure, ...]) -> str:

@@ -13,6 +13,7 @@ from slurm_forge.report.pieces import (
     ActStory,
     ComebackStory,
     FailedSave,
+    FailingSaves,
     HeldStory,
     LateProbe,
     LoggedFigure,
@@ -35,6 +36,7 @@ __all__ = [
     "ComebackStory",
     "DecisionStory",
     "FailedSave",
+    "FailingSaves",
     "HeldStory",
     "IncidentStory",
     "LateProbe",
@@ -95,6 +97,8 @@ class IncidentStory:
     ``ranks``, in rank-seconds (times the run's ``gpus_per_rank`` GPU-seconds): ``lost_rank_s`` is
     repeated work and start-up, ``idle_rank_s`` the rest.  ``found_out`` is when a later attempt
     learned of it (``time`` is the last sign of life then); None: it was seen when it happened.
+    ``repeated_at_least``: more steps than that may have been done again, since the ranks ended
+    without a word of how far they were.
     """
 
     id: str
@@ -122,6 +126,7 @@ class IncidentStory:
     idle_rank_s: float = 0.0
     struck: tuple[StrikeStory, ...] = ()
     found_out: float | None = None
+    repeated_at_least: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,3 +298,5 @@ class RunStory:
     gpus_per_rank: float | None = None
     nodes_asked: int | None = None
     waiting: WaitingStory | None = None
+    failing_saves: FailingSaves | None = None
+    repeated_at_least: bool = False

@@ -16,10 +16,15 @@ from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.slurm.array_tasks import tasks_of
 from slurm_forge.slurm.records import JobRecord
-from slurm_forge.slurm.states import ACTIVE, TERMINAL, JobState
+from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 
-__all__ = ["QueueAnswer", "job_to_ask_about", "why_waiting"]
+__all__ = ["JobGone", "QueueAnswer", "job_gone", "job_to_ask_about", "why_waiting"]
 
+#: A sign of life is written every few seconds while a run trains.
+_FRESH_S = 30.0
+#: How the comment begins that a job of ours is given.
+_OUR_COMMENT = "slurm_forge:"
+_LONGEST_WHY = 200
 _NOTHING = "nothing to do: it starts when its turn comes"
 #: What a preempted job waits for, in Slurm's words, while the one that preempted it runs.
 _TAKEN = ("Nodes required for job are DOWN, DRAINED", "ReqNodeNotAvail, May be reserved")
@@ -135,14 +140,67 @@ class QueueAnswer:
     tasks: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class JobGone:
+    """Slurm's record contradicts a journal that says that the run is running.
+
+    ``status`` is what the run is by Slurm's record, ``words`` say it, ``next`` is what to do.
+    """
+
+    status: RunStatus
+    words: str
+    next: str
+
+
 def job_to_ask_about(records: Iterable[Record]) -> str | None:
-    """The job that the journal says waits in the queue; None where there is nothing to ask."""
+    """The job that the journal says runs or waits; None where there is nothing to ask."""
     state = fold(records)
-    waits = state.status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
-    waits = waits or (state.status is RunStatus.HELD and state.held is not None)
-    if not waits or state.open_intent is not None or not state.job[:1].isdigit():
+    asks = state.status in (RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED)
+    asks = asks or (state.status is RunStatus.HELD and state.held is not None)
+    if not asks or state.open_intent is not None or not state.job[:1].isdigit():
         return None
     return state.job if state.held is None else state.held.job
+
+
+def job_gone(
+    answer: QueueAnswer, *, again: str, now: float, last_seen: float, zone: tzinfo | None = None
+) -> JobGone | None:
+    """What Slurm says of a job that runs by the journal; None where it does not contradict that.
+
+    ``last_seen`` is the run's last sign of life: a fresh one is believed rather than a Slurm that
+    does not know the job (it may be another cluster's), or a record of an earlier end.
+    """
+    job, record = t.clean(answer.job, 40), answer.record
+    if not answer.answered:
+        return None
+    silent = now - last_seen
+    heard = f"last heard of {t.ago(last_seen, now)}"
+    bring_back = f"to go on from the last checkpoint: {again}"
+    if record is None:
+        if silent < _FRESH_S:
+            return None
+        words = f"Slurm does not know job {job} any more, and the journal does not say how it ended"
+        return JobGone(RunStatus.STOPPED, f"{words}; {heard}", bring_back)
+    if record.state in TERMINAL:
+        ended = _timestamp(record.end_time)
+        if silent < _FRESH_S and ended is not None and last_seen > ended + 1:
+            return None
+        if record.state is JobState.CANCELLED:
+            return JobGone(RunStatus.CANCELLED, f"job {job} was cancelled; {heard}", bring_back)
+        code = "" if record.exit_code is None else ", exit code {}:{}".format(*record.exit_code)
+        how = f"{t.clean(record.state_text, 40)}{code}"
+        words = f"job {job} has ended ({how}), and the journal does not say why"
+        return JobGone(RunStatus.STOPPED, f"{words}; {heard}", bring_back)
+    if record.state in PENDING_LIKE:
+        waiting = why_waiting(answer, again=again, now=now, zone=zone)
+        # Where the journal could not be written, the job's comment says why.
+        said = (record.comment or "").partition(_OUR_COMMENT)[2].strip()
+        why = t.clean(said, _LONGEST_WHY) if said else "the journal does not say why"
+        if waiting.held:
+            return JobGone(RunStatus.HELD, f"job {job} is {waiting.text}: {why}", waiting.next)
+        words = f"job {job} is back in the queue ({why}): {waiting.text}"
+        return JobGone(RunStatus.REQUEUED, words, waiting.next)
+    return None
 
 
 def why_waiting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -111,6 +111,17 @@ class Keeping:
             return  # told when training was rolled back before
         self._rejected.add((name, reason))
         self._book.write(CheckpointRejected(name=str(name), reason=reason))
+
+    def tell_missing(self, there: Collection[CheckpointName], used: CheckpointName | None) -> None:
+        """Tell of checkpoints that the journal knows and that are not ``there``.
+
+        Only of those that would have been resumed from rather than ``used``.
+        """
+        instead = "no checkpoint was used" if used is None else f"{used} was used instead"
+        for each in self._history.known:
+            newer = used is None or each.name > used
+            if newer and each.name not in there and self._history.refusal(each.name) is None:
+                self.rejected(each.name, f"it was saved, and its folder is gone: {instead}")
 
     def resumed(self, name: CheckpointName) -> None:
         """It was read, every byte of it with the right hash, and training goes on from it."""

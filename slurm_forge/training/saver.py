@@ -281,11 +281,13 @@ class Saver:
         Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
         ``again``: this launch has resumed before, and what it is made of is the same still.
         """
+        there: Sequence[CheckpointName] = ()
         if self.keeping is not None and self._journal is not None:
             records, _ = read_journal(self._context.directory, thin=True, fresh=True)
             self._journal.follow(records)
             self.keeping.recall(fold(records))
-            self.candidates = tuple(map(str, self._store.candidates()[:_MOST_CANDIDATES]))
+            there = self._store.candidates()
+            self.candidates = tuple(map(str, there[:_MOST_CANDIDATES]))
         if again:
             self._turn += 1
         else:
@@ -300,6 +302,8 @@ class Saver:
             )
         except MismatchError as error:
             raise self._comparing.misfit(error, self._store) from error
+        if self.keeping is not None:
+            self.keeping.tell_missing(there, None if loaded is None else loaded.manifest.name)
         if loaded is None:
             history = self._context.brief.committed_step
             if history is not None or again:

@@ -58,6 +58,8 @@ class Expected:
     #: What one incident may be taken for before the first of ``causes``, and is then relaunched:
     #: Slurm itself takes its time to notice.
     unaware: frozenset[Cause] = frozenset()
+    #: Starts of Slurm's that found nothing to do, beside ``attempts``.
+    idle_starts: int = 0
     #: Words of which each must be in the evidence of the first incident.
     evidence: tuple[str, ...] = ()
     #: Words of which each must be in the reason that the run is held, or rests, for.
@@ -348,6 +350,34 @@ CELLS: tuple[Cell, ...] = (
         # a helper that ends the step with SIGKILL when srun is gone; where slurmstepd does not kill
         # both in the same moment, no rank has the time to requeue (_shepherd_spawn in Slurm's
         # src/srun/libsrun/srun_job.c).
+    ),
+    Cell(
+        name="srun-killed",
+        title="SIGKILL of srun",
+        strike=faults.srun_killed,
+        expected=replace(CRASHED, evidence=("srun was killed by SIGKILL",), launches=None),
+        partition="normal",
+    ),
+    Cell(
+        name="everything-killed",
+        title="SIGKILL of the batch script and every rank at once",
+        strike=faults.everything_killed,
+        # Slurm's record says FAILED, and nobody wrote another line.
+        expected=Expected(status=RunStatus.RUNNING),
+        partition="normal",
+    ),
+    Cell(
+        name="stopped-while-waiting",
+        title="slurm-forge stop of a run that waits after a preemption",
+        strike=faults.stopped_while_waiting,
+        expected=replace(
+            PREEMPTED,
+            actions=(Action.REQUEUE, Action.STOP),
+            status=RunStatus.STOPPED,
+            attempts=1,
+            idle_starts=1,
+        ),
+        seconds=120,
     ),
     Cell(
         name="step-daemon-killed",

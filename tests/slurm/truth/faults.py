@@ -49,6 +49,9 @@ class Target(Protocol):
     def over(self) -> contextlib.ExitStack:
         """What is put back to order when the job is over, for good."""
 
+    def stop(self) -> None:
+        """A person asks for the run to save and stop."""
+
     def wait_step(self, step: int, *, start: int = 1) -> None:
         """Until the ``start``-th start of the job has done ``step`` steps."""
 
@@ -213,6 +216,52 @@ def batch_shell_killed(target: Target) -> None:
     script = target.cluster.batch_script(target.job)
     assert script is not None, "no batch script runs"
     kill(script, signal.SIGKILL)
+
+
+def srun_killed(target: Target) -> None:
+    """SIGKILL to the srun of the ranks: Slurm ends all of them for that."""
+    target.wait_step(STEP)
+    script = target.cluster.batch_script(target.job)
+    assert script is not None, "no batch script runs"
+    below, found = {script.pid}, list[int]()
+    for pid, parent, name in sorted(_processes()):
+        if parent in below:
+            below.add(pid)
+            found += [pid] if name == "srun" else []
+    assert found, "no srun runs below the batch script"
+    os.kill(found[0], signal.SIGKILL)  # the second one is its helper, a child of the first
+
+
+def everything_killed(target: Target) -> None:
+    """SIGKILL to the batch script and every rank at once: nobody is left who could say why."""
+    target.wait_step(STEP)
+    script = target.cluster.batch_script(target.job)
+    assert script is not None, "no batch script runs"
+    ranks = [task.pid for task in target.cluster.tasks(target.job).values()]
+    below = {*ranks}
+    for pid, parent, _ in sorted(_processes()):
+        if parent in below:
+            below.add(pid)
+    kill(script, signal.SIGKILL)
+    for pid in sorted(below):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def stopped_while_waiting(target: Target) -> None:
+    """``slurm-forge stop`` of a run that was preempted and waits to be started again."""
+    preempted(target)
+    target.cluster.wait_state(target.job, {"PENDING"}, 60)
+    target.stop()
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """Process id, parent and command name of every process here."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError):
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+                yield int(entry.name), int(rest.split()[1]), name
 
 
 def step_daemon_killed(target: Target) -> None:

@@ -22,9 +22,11 @@ from tests.jobs import consumed
 from tests.slurm.harness import Watched
 from tests.slurm.truth.cells import Cell, Submission
 
-__all__ = ["Ended", "Row", "Uninterrupted", "judge", "outcome_of", "row_of"]
+__all__ = ["WORDS", "Ended", "Row", "Uninterrupted", "judge", "outcome_of", "row_of"]
 
 _ORDER = (Confidence.GUESS, Confidence.LIKELY, Confidence.CERTAIN)
+#: How a complaint begins about what the reports say.
+WORDS = "words: "
 #: How long ranks that nobody wants any more may take to notice.
 _LEAVE_S = 60.0
 
@@ -100,6 +102,8 @@ class Row:
     #: Cause and action of each incident, and what became of the run.
     outcome: str
     complaints: tuple[str, ...] = ()
+    #: How many numbers and sentences of the reports were held against what was done.
+    claims: int = 0
     skipped: str = ""
     seconds: float = 0.0
     #: What stock submitit made of it, where that was tried.
@@ -112,6 +116,7 @@ def row_of(
     outcome: str = "-",
     *,
     complaints: tuple[str, ...] = (),
+    claims: int = 0,
     skipped: str = "",
     seconds: float = 0.0,
 ) -> Row:
@@ -123,6 +128,7 @@ def row_of(
         passed=not complaints and not skipped,
         outcome=outcome,
         complaints=complaints,
+        claims=claims,
         skipped=skipped,
         seconds=round(seconds, 1),
     )
@@ -210,8 +216,9 @@ def _slurm_side(cell: Cell, ended: Ended) -> Iterator[str]:
     """What Slurm itself says: starts, the queue, processes that are left."""
     expected, cluster = cell.expected, ended.cluster
     if cell.journal and cell.submission is not Submission.HETEROGENEOUS:
-        if ended.starts != expected.attempts:
-            yield f"Slurm started it {ended.starts} times, right is {expected.attempts}"
+        starts = expected.attempts + expected.idle_starts
+        if ended.starts != starts:
+            yield f"Slurm started it {ended.starts} times, right is {starts}"
         if len(ended.jobs) - 1 != expected.successors:
             yield f"{len(ended.jobs) - 1} successors, right is {expected.successors}"
     if expected.held_in_queue:

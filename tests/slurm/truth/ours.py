@@ -34,7 +34,17 @@ from tests.slurm.harness import (
 )
 from tests.slurm.truth.cells import EVERY, Cell, Submission
 from tests.slurm.truth.faults import commands_without, runs_folder
-from tests.slurm.truth.judging import Ended, Row, Uninterrupted, judge, outcome_of, row_of
+from tests.slurm.truth.judging import (
+    WORDS,
+    Ended,
+    Row,
+    Uninterrupted,
+    judge,
+    outcome_of,
+    row_of,
+)
+from tests.slurm.truth.told import claims_of
+from tests.slurm.truth.words import Claim
 
 __all__ = ["OurTarget", "References", "run_ours"]
 
@@ -57,6 +67,9 @@ class OurTarget:
     @property
     def job(self) -> str:
         return self.watched.state.job or self.watched.job
+
+    def stop(self) -> None:
+        self.watched.run.stop_file.touch()
 
     def wait_step(self, step: int, *, start: int = 1) -> None:
         self.watched.wait_step(step, attempt=start)
@@ -124,6 +137,7 @@ def run_ours(cell: Cell, cluster: SlurmCluster, folder: Path, references: Refere
     complaints: Sequence[str]
     ended: Ended | None = None
     outcome = "-"
+    claims: tuple[Claim, ...] = ()
     with contextlib.ExitStack() as around:
         try:
             reference = references.of(cell)
@@ -132,7 +146,9 @@ def run_ours(cell: Cell, cluster: SlurmCluster, folder: Path, references: Refere
             if cell.cluster is not None:
                 around.enter_context(cluster.configured(cell.cluster(cluster.spec)))
             ended = _lived_through(cell, cluster, folder)
+            claims = claims_of(cell, ended)
             complaints = judge(cell, ended, reference)
+            complaints += tuple(f"{WORDS}{one}" for one in claims if not one.holds)
             outcome = outcome_of(cell, ended)
         except (ForgeError, AssertionError, KeyError, OSError, pytest.fail.Exception) as error:
             first, _, story = f"{type(error).__name__}: {error}".partition("\n")
@@ -144,7 +160,14 @@ def run_ours(cell: Cell, cluster: SlurmCluster, folder: Path, references: Refere
             if cell.cluster is not None or cell.prepare is not None:
                 cluster.reset()
     seconds = time.monotonic() - began
-    return row_of(cell, cluster, outcome, complaints=tuple(complaints), seconds=seconds)
+    return row_of(
+        cell,
+        cluster,
+        outcome,
+        complaints=tuple(complaints),
+        claims=len(claims),
+        seconds=seconds,
+    )
 
 
 def _lived_through(cell: Cell, cluster: SlurmCluster, folder: Path) -> Ended:

@@ -76,6 +76,9 @@ class StockTarget:
     nodes: int
     over: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    def stop(self) -> None:
+        """Nothing: stock submitit has no such request."""
+
     def wait_step(self, step: int, *, start: int = 1) -> None:
         """Until a start from ``start`` on has done ``step`` steps."""
         self._wait(

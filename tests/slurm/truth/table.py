@@ -16,7 +16,7 @@ from pathlib import Path
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster, Tracking
 from slurm_forge.testing.cluster.machine import why_not_here
 from tests.slurm.truth.cells import CELLS, Cell, cell_named
-from tests.slurm.truth.judging import Row
+from tests.slurm.truth.judging import WORDS, Row
 from tests.slurm.truth.ours import References, run_ours
 
 __all__ = ["main"]
@@ -94,7 +94,13 @@ def _shown(row: Row) -> str:
 def _totals(rows: Sequence[Row]) -> str:
     right = sum(row.passed for row in rows)
     out = sum(bool(row.skipped) for row in rows)
-    return f"{right} of {len(rows) - out} right" + (f", {out} left out" if out else "")
+    wrong = sum(one.startswith(WORDS) for row in rows for one in row.complaints)
+    told = sum(row.claims > 0 for row in rows)
+    claims = sum(row.claims for row in rows)
+    words = f"{claims} claims of the reports in {told} cells, {wrong} contradictions"
+    return (
+        f"{right} of {len(rows) - out} right" + (f", {out} left out" if out else "") + f"; {words}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import Advanced, Event
+from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded
 from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
@@ -131,6 +131,22 @@ def test_done_is_done(execute: Exec) -> None:
     assert "was begun with another command" in other.stderr
 
 
+def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) -> None:
+    """The number in a checkpoint's name need not be a step: here it counts epochs."""
+    assert execute("--checkpoint-glob=epoch-*", "--", "touch", "epoch-7").returncode == 0
+    (finished,) = execute.events(Finished)
+    assert finished.step == 0
+    (ended,) = execute.events(LaunchEnded)
+    assert ended.step is None
+
+
+def test_a_progress_bar_tells_its_last_step(execute: Exec) -> None:
+    bar = "printf 'step 7 | step 33 | step 60'"
+    assert execute("--step-pattern=step (\\d+)", "--", "bash", "-c", bar).returncode == 0
+    (finished,) = execute.events(Finished)
+    assert finished.step == 60
+
+
 def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:
     done = execute("--", "bash", "-c", "echo once >> ran; echo 'KeyError: 3' >&2; exit 7")
     assert done.returncode == 7, "the status of the command itself"
@@ -189,7 +205,7 @@ def test_progress_frees_budgets(execute: Exec) -> None:
         timeout=60,
     ).stdout
     assert told.startswith("x   finished   step 6   "), told
-    assert "a program of its own   as far as state-3" in told
+    assert "external program   as far as state-3" in told
     assert "RuntimeError: again" in told
 
 

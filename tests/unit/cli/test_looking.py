@@ -29,7 +29,8 @@ def test_status_shows_the_screen(shell: Shell, scribe: Scribe) -> None:
     trained(scribe)
     result = shell("status", "tiny-gpt")
     assert result.exit_code == 0
-    assert "status      running: training\n" in result.stdout
+    assert "status      running: training" in result.stdout
+    assert ", last heard of 3 min" in result.stdout
     assert "step        50 of 400 (12.5 %)\n" in result.stdout
     assert result.stderr == ""
 

@@ -233,9 +233,13 @@ class Step:
     def ends(self) -> tuple[()]:
         return ()
 
+    def launcher_signal(self) -> str:
+        return ""
+
     # -- a foreign program, its sentinel and its progress -----------------------------------------
 
     printed_done = False
+    printed: int | None = None
     step: int | None = None
 
     @property

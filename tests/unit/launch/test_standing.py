@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from slurm_forge.control.hub import Said
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.agents_launch import AgentsLaunch
 from slurm_forge.launch.standing import StandingStep, StepOptions, with_agent
+from slurm_forge.launch.steps import StepProcess
 from slurm_forge.recovery.launch_facts import LaunchFacts
 from slurm_forge.recovery.warmth import start_after
 from slurm_forge.spec import job_from_mapping
@@ -110,6 +113,9 @@ class Step:
     def kill(self) -> None:
         self.killed += 1
         self.status = 137
+
+    def launcher_signal(self) -> str:
+        return ""
 
     def tail(self) -> str:
         return self.text
@@ -349,3 +355,16 @@ def test_agents_that_nobody_listens_to_any_more_are_known_to_be_gone() -> None:
     rank.socket.settimeout(WITHIN_S)
     assert rank.socket.recv(100) == b""
     agents.close()
+
+
+def test_who_killed_srun_is_known() -> None:
+    killed, ours = (StepProcess(["sleep", "600"], os.environ) for _ in range(2))
+    assert (killed.launcher_signal(), ours.launcher_signal()) == ("", "")
+    os.kill(killed._process.pid, signal.SIGKILL)  # as anybody might
+    ours.kill()
+    for step in (killed, ours):
+        assert step.wait(30) == -signal.SIGKILL
+    assert (killed.launcher_signal(), ours.launcher_signal()) == ("SIGKILL", "")
+    plain = StepProcess(["false"], os.environ)
+    assert plain.wait(30) == 1
+    assert plain.launcher_signal() == ""

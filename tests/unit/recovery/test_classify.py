@@ -645,3 +645,41 @@ def test_every_picture_has_a_cause_and_a_cancelled_job_is_never_brought_back(
     cancelled = any(record.state is JobState.CANCELLED for record in records)
     if (signals or due) and cancelled and not speaks_of_others and not requeued:
         assert incident.cause is Cause.USER_CANCELLED
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [(), (failed(Cause.NCCL_ERROR, rank=0),), (failed(Cause.NCCL_ERROR, after_loss=True),)],
+)
+def test_no_node_is_to_blame_where_srun_was_killed(failures: tuple[RankFailure, ...]) -> None:
+    # Slurm ends every rank once srun is gone (tried on 22.05.8): which one goes first is luck.
+    facts = LaunchFacts(
+        now=NOW,
+        step=20,
+        job_first=RUNNING,
+        job_now=RUNNING,
+        lost=(LostRank(1, "n1"), LostRank(0, "n0")),
+        failures=failures,
+        exit_status=-9,
+        launcher_signal="SIGKILL",
+    )
+    incident = classify(facts, "1.1")
+    assert incident.cause is Cause.CRASH
+    assert (incident.rank, incident.hosts) == (None, ())
+    assert incident.evidence[0].text == "srun was killed by SIGKILL, and with it every rank"
+
+
+def test_a_rank_that_failed_by_itself_is_told_of_before_the_end_of_srun() -> None:
+    facts = LaunchFacts(
+        now=NOW, failures=(failed(Cause.APP_ERROR),), exit_status=-9, launcher_signal="SIGKILL"
+    )
+    assert classify(facts, "1.1").hosts == ("n2",)
+
+
+def test_last_words_say_how_far_it_was_and_heartbeats_about_how_far() -> None:
+    heard = LaunchFacts(now=NOW, step=20, lost=(LostRank(1, "n1"),), exit_status=1)
+    assert (heard.furthest, heard.is_furthest_exact) == (20, False)
+    follows = failed(Cause.NCCL_ERROR, rank=0, step=24, after_loss=True)
+    told = replace(heard, failures=(follows,))
+    assert (told.furthest, told.is_furthest_exact) == (24, True)
+    assert classify(told, "1.1").step == 24

@@ -224,11 +224,12 @@ class Scribe:
         plan: RecoveryPlan | None = None,
         reason: str | None = None,
         rung: int | None = 0,
+        exact: bool = True,
         evidence: tuple[Evidence, ...] = (),
         wait: float = 0.0,
     ) -> None:
         """The launch ends, what it was, and what is decided."""
-        self.write("supervisor", ev.LaunchEnded(outcome=cause.value, step=step))
+        self.write("supervisor", ev.LaunchEnded(outcome=cause.value, step=step, exact=exact))
         name = f"{self.attempt}.{self.launch}"
         incident = Incident(
             id=name,
@@ -332,7 +333,7 @@ class Scribe:
         self.later(1).write("supervisor", ev.AttemptEnded(outcome=outcome))
 
     def finish(self, step: int) -> None:
-        self.write("supervisor", ev.LaunchEnded(outcome="finished", step=step))
+        self.write("supervisor", ev.LaunchEnded(outcome="finished", step=step, exact=True))
         self.run.mark_done(step, self.attempt)
         self.write("supervisor", ev.Finished(step=step))
         self.end("finished")

@@ -270,7 +270,7 @@ def test_an_update_that_slurm_refused_is_not_a_requeue_left_open(scribe: Scribe)
     text = told(scribe.facts())
     assert "requeued" in text
     assert "left open" not in text
-    assert "scontrol update was not taken: Memory required" in text
+    assert "scontrol update failed: Memory required" in text
 
 
 @pytest.mark.parametrize(

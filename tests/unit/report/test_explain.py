@@ -560,7 +560,7 @@ def test_a_successor_and_a_requeue_that_slurm_did_not_take(scribe: Scribe) -> No
     )
     scribe.end("open")
     text = told(scribe.facts())
-    assert "scontrol requeue was not taken: Socket timed out" in text
+    assert "scontrol requeue failed: Socket timed out" in text
     assert "requeue left open" in text
     assert "   waits for a requeue that Slurm has not taken\n" in text
     assert "requeue that Slurm has not taken: slurm-forge reconcile tiny-gpt" in text
@@ -576,7 +576,10 @@ def test_a_stop_whose_save_came_too_late(scribe: Scribe) -> None:
     scribe.resume(20)
     text = told(scribe.facts())
     assert "the stop's checkpoint was not committed in time · requeued · 11 steps repeated" in text
-    assert "give the last save more time (lead) (saves take up to 7.0 s): one did not" in text
+    # A lead is before the end of a time limit: it does not lengthen the grace of a preemption.
+    assert "lead" not in text
+    late = "a final save did not finish within the grace time (saves take up to 7.0 s)"
+    assert f"save more often (checkpoint.every_minutes): {late}" in text
 
 
 def test_probes_and_a_late_rank(scribe: Scribe) -> None:

@@ -259,7 +259,7 @@ def test_the_end_of_a_ladder(scribe: Scribe) -> None:
         ),
         rung=None,
     )
-    scribe.write("supervisor", ev.LaunchEnded(outcome="non_finite", step=105))
+    scribe.write("supervisor", ev.LaunchEnded(outcome="non_finite", step=105, exact=True))
     scribe.end("hold")
     text = told(scribe.facts(total=20_000))
     assert text.startswith("tiny-gpt   held   step 105 of 20 000   1 attempt, 1 launch   ")
@@ -546,7 +546,7 @@ def test_a_rollback_by_another_launch(scribe: Scribe) -> None:
     trained(scribe)
     scribe.unstable(98, Action.ROLLBACK, onset=98, target=90)
     assert "to be rolled back to step 90 (good)" in told(scribe.facts())
-    scribe.write("supervisor", ev.LaunchEnded(outcome="non_finite", step=98))
+    scribe.write("supervisor", ev.LaunchEnded(outcome="non_finite", step=98, exact=True))
     scribe.relaunch()
     scribe.resume(90)
     text = told(scribe.facts())

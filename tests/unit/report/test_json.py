@@ -19,13 +19,14 @@ from tests.unit.report.journals import Scribe
 STATUS = (
     "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
     "last_seen_age_s checkpoint plan open next warnings logged jobs waiting "
-    "program slow"
+    "program slow failing_saves"
 )
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "
     "elapsed_s training_s kept_s repeated_s repeated_steps goodput startup_s ending_s attempts "
     "acts changes next next_time warnings memory jobs waited_s queued_s rest_s lost_rank_s "
-    "idle_rank_s starts gpus_per_rank nodes_asked waiting"
+    "idle_rank_s starts gpus_per_rank nodes_asked waiting failing_saves "
+    "repeated_at_least"
 )
 ATTEMPT = (
     "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes "
@@ -40,7 +41,7 @@ LAUNCH = (
 INCIDENT = (
     "id time cause confidence step rank hosts evidence decision onset samples repeats micro_batch "
     "resumed_step repeated_steps lost_s recovered ranks repeated_s startup_s idle_s lost_rank_s "
-    "idle_rank_s struck found_out"
+    "idle_rank_s struck found_out repeated_at_least"
 )
 DECISION = "time action reason rung changes target target_step target_trust in_process plan wait_s"
 RESUME = "time step checkpoint world_size exact start_s interpreter_s rendezvous_s load_s after"

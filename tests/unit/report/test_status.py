@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import events as ev
+from slurm_forge.report.explain import explain
+from slurm_forge.report.explain_text import explain_text
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.status import take_status
 from slurm_forge.report.status_text import status_text
@@ -310,3 +312,40 @@ def test_an_unknown_total_is_no_percentage(scribe: Scribe) -> None:
     scribe.resume(0)
     scribe.train(1, 1234, seconds=0.01)
     assert screen(scribe.facts(total=None))["step"] == "1 234"
+
+
+FULL = (
+    "no room for a checkpoint of 3G: 1G free\n  Make room, or keep fewer (checkpoint.keep_last, "
+    "slurm-forge checkpoints prune). Training goes on, and the next save asks again."
+)
+
+
+def test_saves_that_fail_in_a_row(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 10)
+    scribe.save(10)
+    for step in range(20, 100, 10):
+        scribe.train(step - 9, step)
+        scribe.write("rank0", ev.CheckpointFailed(step=step, reason=FULL))
+    shown = screen(scribe.facts(after=4))
+    assert shown["status"] == (
+        "running: training, but the last 8 saves failed: no room for a checkpoint of 3G: 1G free"
+    )
+    assert shown["saves"] == (
+        "8 in a row failed since 09:03:34: no room for a checkpoint of 3G: 1G free; "
+        "80 steps since step 10 at risk"
+    )
+    assert "quota and free space" in shown["next"]
+    assert "nothing to do" not in shown["next"]
+    text = explain_text(
+        explain(scribe.facts(after=4)), now=scribe.now, reference="tiny-gpt", zone=timezone.utc
+    )
+    lines = [line for line in text.splitlines() if "failed: no room" in line]
+    assert lines[-1].strip() == (
+        "09:03:34  8 saves in a row, at steps 20 to 90, failed: "
+        "no room for a checkpoint of 3G: 1G free"
+    )
+    assert "saves: 8 in a row failed since" in text
+    scribe.save(100)
+    assert "saves" not in screen(scribe.facts())

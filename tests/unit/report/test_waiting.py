@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_forge.cli.surroundings import with_queue
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report.explain import explain
@@ -22,7 +23,8 @@ from slurm_forge.slurm.parsing import parse_jobs
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action
+from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
 from tests.unit.report.journals import TUESDAY, Scribe
 
 DATA = Path(__file__).parents[1] / "slurm" / "data"
@@ -202,7 +204,8 @@ def test_what_is_asked_about(scribe: Scribe) -> None:
     scribe.submitted()
     assert job_to_ask_about(scribe.facts().records) == JOB
     scribe.begin()
-    assert job_to_ask_about(scribe.facts().records) is None  # it runs: nobody needs to be asked
+    # That it runs is only what its journal says: Slurm may know better.
+    assert job_to_ask_about(scribe.facts().records) == JOB
     scribe.resume(0)
     scribe.preempted(20)
     assert job_to_ask_about(scribe.facts().records) == JOB
@@ -256,7 +259,7 @@ def test_a_hold_that_slurm_refused_leaves_nothing_to_release(scribe: Scribe) -> 
     assert "scontrol release" not in shown["next"]
     text = told(scribe.facts())
     assert "scontrol release" not in text
-    assert "scontrol requeuehold was not taken: Requested operation is presently dis" in text
+    assert "scontrol requeuehold failed: Requested operation is presently dis" in text
     assert "in Slurm's queue" not in text
 
 
@@ -491,3 +494,107 @@ def test_a_chain_that_is_used_up_waits_nowhere(scribe: Scribe) -> None:
     assert "this was the last of 3 tasks" in shown["status"]
     assert "in the queue" not in shown["status"]
     assert "to go on: slurm-forge requeue tiny-gpt" in shown["next"]
+
+
+# -- a run that is running by its journal only -----------------------------------------------------
+
+
+def ended(state: JobState, **more: object) -> QueueAnswer:
+    return pending("None", state=state, exit_code=(0, 9), **more)
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.NODE_FAIL, JobState.COMPLETED])
+def test_a_running_run_whose_job_has_ended(scribe: Scribe, state: JobState) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    facts = replace(scribe.facts(after=90), queue=ended(state))
+    shown = screen(facts)
+    assert shown["status"] == (
+        f"stopped: job {JOB} has ended ({state.value}, exit code 0:9), and the journal does not "
+        "say why; last heard of 90 s ago"
+    )
+    assert "slurm-forge requeue tiny-gpt" in shown["next"]
+    assert "nothing to do" not in shown["next"]
+    assert f"job {JOB} has ended ({state.value}" in told(facts)
+
+
+def test_a_running_run_that_slurm_does_not_know(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    unknown = QueueAnswer(JOB, None)
+    # It may be another cluster's Slurm that was asked: a fresh sign of life is believed.
+    assert screen(replace(scribe.facts(after=5), queue=unknown))["status"] == "running: training"
+    shown = screen(replace(scribe.facts(after=45), queue=unknown))
+    assert f"Slurm does not know job {JOB} any more" in shown["status"]
+    assert "slurm-forge requeue tiny-gpt" in shown["next"]
+
+
+def test_a_running_run_that_slurm_has_put_back_into_the_queue(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    shown = screen(replace(scribe.facts(after=45), queue=pending("Resources")))
+    assert shown["status"].startswith(f"requeued: job {JOB} is back in the queue")
+    assert "waits for free nodes" in shown["status"]
+
+
+def test_a_running_run_whose_job_is_held_says_what_its_comment_says(scribe: Scribe) -> None:
+    """On a read-only disk nothing could be written down."""
+    scribe.begin()
+    scribe.resume(0)
+    held = pending(
+        "job_requeued_in_held_state",
+        comment="slurm_forge: the journal can't be written (Read-only file system)",
+    )
+    shown = screen(replace(scribe.facts(after=45), queue=held))
+    assert shown["status"].startswith(f"held: job {JOB} is held by")
+    assert "the journal can't be written (Read-only file system)" in shown["status"]
+    assert f"scontrol release {JOB}" in shown["next"]
+
+
+def test_a_running_run_while_slurm_is_silent(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    silent = QueueAnswer(JOB, None, answered=False)
+    shown = screen(replace(scribe.facts(after=45), queue=silent))["status"]
+    assert (
+        shown == "running: training by its journal, last heard of 45 s ago; Slurm does not answer"
+    )
+    # Nobody to ask: how old the last sign of life is.
+    assert "last heard of 2 min ago" in screen(scribe.facts(after=120))["status"]
+
+
+def test_a_suspended_run(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    answer = pending("None", state=JobState.SUSPENDED)
+    assert "suspended by Slurm" in screen(replace(scribe.facts(after=5), queue=answer))["status"]
+
+
+def test_the_journal_is_read_again_before_it_is_contradicted(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    before = scribe.facts()
+    scribe.train(1, 20)
+    scribe.finish(20)
+    read = iter([before, scribe.facts()])
+    facts = with_queue(lambda: next(read), lambda _: ended(JobState.COMPLETED))
+    assert take_status(facts).status == "finished"
+
+
+def test_a_stop_of_a_waiting_run_is_no_launch(scribe: Scribe) -> None:
+    requeued(scribe)
+    stop = Decision(
+        incident_id="1.stop",
+        cause=Cause.STOP_REQUESTED,
+        action=Action.STOP,
+        reason="the file STOP exists",
+        plan=RecoveryPlan(),
+    )
+    scribe.later(60).write("supervisor", ev.DecisionTaken(decision=stop), launch=1 << 30)
+    text = told(scribe.facts())
+    assert "1 attempt, 1 launch " in text
+    assert "requeued\n" in text
+    assert "note: the next start did not train: the file STOP exists" in text
+    for word in ("1 073 741 824", "1073741824", "relaunched", "ranks unknown", "was lost"):
+        assert word not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -315,3 +316,16 @@ def test_a_save_that_fits_is_begun(lab):
         train(run, adam(run), 9)
     assert [step for step, _ in made.saved()] == [5]
     assert made.events(ev.Resumed)[0].step == 0
+
+
+def test_a_newest_checkpoint_that_is_gone_is_told_of(lab):
+    made = lab(checkpoint={**EACH, "every_steps": 2})
+    run, _ = made.start()
+    train(run, adam(run), 8)
+    (newest,) = made.directory.checkpoints.glob("step-00000008.*")
+    shutil.rmtree(newest)
+    assert resumed_at(made) == 6
+    (gone,) = made.events(ev.CheckpointRejected)
+    assert gone.name == newest.name
+    assert gone.reason.startswith("it was saved, and its folder is gone: step-00000006.")
+    assert gone.reason.endswith(" was used instead")
