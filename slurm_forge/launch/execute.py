@@ -92,7 +92,7 @@ def _refuse_places(environment: SlurmEnvironment) -> None:
             f"job {environment.job_ref} is heterogeneous: it can't be brought back",
             next_step="Ask for one kind of node: no hetjob, no ':' between options of sbatch.",
         )
-    if environment.step_id is not None and (environment.ntasks or 1) > 1:
+    if environment.in_srun_step and (environment.ntasks or 1) > 1:
         raise ConfigError(
             "slurm-forge exec was started by srun, once per task: each would claim the run",
             next_step="Turn it round: slurm-forge exec -- srun your-program …",

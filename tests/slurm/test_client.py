@@ -351,8 +351,8 @@ def test_a_rank_and_a_batch_script_know_where_they_are(
         assert (seen.partition, seen.restart_count, seen.ntasks) == ("preempt", 0, 2)
         assert seen.nodes == expand_nodes(record.nodelist)
         assert seen.cluster_name == client.show_config().cluster_name
-    assert (batch.step_id, batch.step_nodes) == (None, ())
-    assert (rank.step_id, rank.procid, rank.localid, rank.nodeid) == (0, 1, 0, 1)
+    assert (batch.in_srun_step, batch.step_nodes) == (False, ())
+    assert (rank.step, rank.procid, rank.localid, rank.nodeid) == (0, 1, 0, 1)
     assert rank.node_name == rank.step_nodes[1]
 
 

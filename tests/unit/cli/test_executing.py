@@ -77,18 +77,18 @@ class Exec:
         self.parent = parent
         self.run = RunDirectory.at(folder / "runs" / "x")
 
-    def start(self, *words: str) -> Process:
+    def start(self, *words: str, **settings: str) -> Process:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         return self.parent.start(
             "slurm_forge.cli.main",
             ["exec", "--name", "x", *words],
             cwd=self.folder,
-            env={**environment, "SLURM_FORGE_NODES": "off"},
+            env={**environment, "SLURM_FORGE_NODES": "off", **settings},
             text=True,
         )
 
-    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*words)
+    def __call__(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words, **settings)
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
@@ -129,6 +129,14 @@ def test_done_is_done(execute: Exec) -> None:
     other = execute("--", "true")
     assert other.returncode == 2
     assert "was begun with another command" in other.stderr
+
+
+def test_the_batch_step_of_slurm_26_05_is_no_step_of_sruns(execute: Exec) -> None:
+    batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_STEPID": "-5"}
+    place = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_CONF": str(execute.folder / "none")}
+    done = execute("--", "true", **batch, **place)
+    assert done.returncode == 0, done.stderr
+    assert execute.run.is_done()
 
 
 def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:
