@@ -122,6 +122,7 @@ def test_a_job_from_submission_to_its_end(
     assert (rows[0].exit_code, rows[0].start_time) == ((3, 0), over.start_time)
 
 
+@pytest.mark.versions
 def test_preemption_is_seen_in_the_grace_time_and_requeued(
     slurm: SlurmCluster, client: SubprocessSlurm, tmp_path: Path
 ) -> None:
@@ -335,6 +336,7 @@ def test_the_site_of_the_test_cluster_is_found_and_agrees_with_slurm(
         assert (told.grace or timedelta(0)) == (seen.grace or timedelta(0))
 
 
+@pytest.mark.versions
 def test_a_rank_and_a_batch_script_know_where_they_are(
     slurm: SlurmCluster, client: SubprocessSlurm, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurm_forge.errors import UnsupportedError
+from slurm_forge.errors import ConfigError, UnsupportedError
 from slurm_forge.testing.cluster.layout import CgroupKind, Platform, Ports, SlurmVersion
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "detect_platform",
     "missing_packages",
     "parse_version",
+    "path_with_prefix",
     "remove_cgroups",
     "why_not_here",
 ]
@@ -45,6 +46,19 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _FIRST_PORT = 21_000
 _BLOCK = 40
 _SLOTS = 64
+
+
+def path_with_prefix(path: str, prefix: Path | None) -> str:
+    """``path`` with the programs of the Slurm below ``prefix`` first; ConfigError without one."""
+    if prefix is None:
+        return path
+    if not (prefix / "sbin" / "slurmctld").is_file():
+        raise ConfigError(
+            f"{prefix} holds no Slurm: there is no sbin/slurmctld below it",
+            next_step="Name what Slurm was built with as --prefix; scripts/build-slurm builds one.",
+        )
+    own = [str(prefix / name) for name in ("bin", "sbin")]
+    return os.pathsep.join([*own, *(entry for entry in path.split(os.pathsep) if entry not in own)])
 
 
 def search_path(path: str) -> str:
