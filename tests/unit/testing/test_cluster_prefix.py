@@ -11,7 +11,6 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 from slurm_forge.testing.cluster.machine import path_with_prefix
 
-
 #: Nothing is made in it: the clusters here are never started.
 SHORT = Path("/nowhere/c")
 
