@@ -25,6 +25,7 @@ from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.execute_here import execute_here, refused, say
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Taken
+from slurm_forge.launch.not_started import telling_why_not_started
 from slurm_forge.launch.outputs import own_output
 from slurm_forge.launch.own_script import for_successor
 from slurm_forge.launch.program_signals import ProgramSignals
@@ -342,15 +343,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"expected one run directory, got {words}",
                 next_step="python -m slurm_forge.launch.execute RUN [-- COMMAND…]",
             )
-        environment = SlurmEnvironment.from_environ(os.environ)
-        return execute(
-            RunDirectory.existing(words[0]),
-            environment=environment,
-            variables=dict(os.environ),
-            slurm=None if environment is None else SubprocessSlurm.of_this_process(),
-            via=via,
-            words=command,
-        )
+        run = RunDirectory.existing(words[0])
+        with telling_why_not_started(run, os.environ):
+            environment = SlurmEnvironment.from_environ(os.environ)
+            return execute(
+                run,
+                environment=environment,
+                variables=dict(os.environ),
+                slurm=None if environment is None else SubprocessSlurm.of_this_process(),
+                via=via,
+                words=command,
+            )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1

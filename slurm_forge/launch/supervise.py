@@ -36,6 +36,7 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.master import master_address
+from slurm_forge.launch.not_started import telling_why_not_started
 from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.payload import step_of
 from slurm_forge.launch.seating import Seating
@@ -372,23 +373,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, payload = arguments[:split], arguments[split + 1 :]
     try:
         run, via, script = run_of_arguments(arguments)
-        environment = SlurmEnvironment.from_environ(os.environ)
-        if environment is None:
-            raise ForgeError(
-                "the supervisor runs inside a Slurm job",
-                next_step="Use slurm-forge submit; without Slurm, slurm-forge run.",
+        with telling_why_not_started(run, os.environ):
+            environment = SlurmEnvironment.from_environ(os.environ)
+            if environment is None:
+                raise ForgeError(
+                    "the supervisor runs inside a Slurm job",
+                    next_step="Use slurm-forge submit; without Slurm, slurm-forge run.",
+                )
+            if not payload:
+                payload = [sys.executable, "-u", "-m", "slurm_forge.training.worker", str(run.path)]
+            return supervise(
+                run,
+                payload,
+                environment=environment,
+                variables=dict(os.environ),
+                slurm=SubprocessSlurm.of_this_process(),
+                via=via,
+                script=script,
             )
-        if not payload:
-            payload = [sys.executable, "-u", "-m", "slurm_forge.training.worker", str(run.path)]
-        return supervise(
-            run,
-            payload,
-            environment=environment,
-            variables=dict(os.environ),
-            slurm=SubprocessSlurm.of_this_process(),
-            via=via,
-            script=script,
-        )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1

@@ -16,7 +16,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.slurm.nodelist import check_node_name, expand_nodes
 from slurm_forge.slurm.versions import Unrecognized
 
-__all__ = ["SlurmEnvironment", "SpecialStep", "node_name", "process_environ"]
+__all__ = ["SlurmEnvironment", "SpecialStep", "job_named_in", "node_name", "process_environ"]
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _STEP = re.compile(r"-?[0-9]{1,10}")
@@ -148,6 +148,14 @@ def process_environ() -> Mapping[str, str]:
 def node_name(environ: Mapping[str, str]) -> str:
     """What Slurm calls this node, which may be another name than its own; its own outside a job."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def job_named_in(environ: Mapping[str, str]) -> str | None:
+    """The job's name to Slurm, even where the rest of the environment can't be read; else None."""
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_ID")
+    array, task, job = (environ.get(name, "") for name in names)
+    words = [array, task] if array or task else [job]
+    return "_".join(words) if all(_NUMBER.fullmatch(word) for word in words) else None
 
 
 class _Reader:
