@@ -67,7 +67,9 @@ def test_exec_that_cannot_begin(shell: Shell, comments: Path) -> None:
 
 
 def test_a_command_of_a_job_file_that_cannot_begin(shell: Shell, comments: Path) -> None:
-    (shell.folder / "command.yaml").write_text("name: c\ncommand: [sleep, '1']\nresources: {time: 10m}\n")
+    (shell.folder / "command.yaml").write_text(
+        "name: c\ncommand: [sleep, '1']\nresources: {time: 10m}\n"
+    )
     rendered = shell("render", "command.yaml")
     assert rendered.exit_code == 0, rendered.stderr
     assert execute.main([str(shell.folder / "runs" / "c")]) == 1
