@@ -38,6 +38,7 @@ from slurm_forge.launch.sentinel_step import (
 from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.slurm_says import is_ending
@@ -133,6 +134,7 @@ def _in_job(
         say(refused(run, begun))
         nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
+    note_unrecognized(begun, environment.unrecognized)
     _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
     script = job_script(run)
@@ -274,6 +276,8 @@ class _Job:
 
     def _concluded(self, facts: LaunchFacts) -> Decision | None:
         attempt = self._attempt
+        if self._watch.latest is not None:
+            note_unrecognized(attempt, self._watch.latest.unrecognized)
         try:
             return attempt.conclude(
                 gathered(

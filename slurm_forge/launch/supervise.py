@@ -45,6 +45,7 @@ from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.launch.variables import for_launch
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
@@ -107,6 +108,7 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
+    note_unrecognized(begun, environment.unrecognized)
     watch = JobWatch(slurm, environment.job_ref)
     try:
         back = way_back(begun, slurm, environment, watch, variables=variables, script=script)
@@ -211,6 +213,8 @@ class _Supervisor:
     def _concluded(self, facts: LaunchFacts, seats: Seats) -> Decision | None:
         """What is done about it.  Where nothing can be written down, a person has to see to it."""
         attempt = self._attempt
+        if self._watch.latest is not None:
+            note_unrecognized(attempt, self._watch.latest.unrecognized)
         try:
             return attempt.conclude(
                 gathered(

@@ -1,9 +1,9 @@
 """From the output of scontrol, sacct and squeue to records.
 
 Any text may come (a message of the day, half an answer, a newer Slurm).  What is no record, or has
-no name or state, raises ``SlurmCommandError`` with the command and the place.  New keys are ignored;
-a value that can't be read becomes None and is noted as ``unrecognized``, as is a state that is not
-known here: the rest of the record counts.
+no name or state, raises ``SlurmCommandError`` with the command and the place.  New keys do not
+matter; a value that can't be read becomes None and is noted as ``unrecognized``, as is a state that
+is not known here: the rest of the record counts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -85,10 +84,10 @@ def why_not_here(path: str, *, accounting: bool = True) -> str | None:
 
 def parse_version(text: str) -> SlurmVersion:
     """``slurm-wlm 22.05.8`` or ``slurm 26.05.3-rc1``; ValueError for anything else."""
-    match = re.search(r"\b(\d\d)\.(\d\d)\b", text)
-    if match is None:
+    version = SlurmVersion.parse(text)
+    if version is None:
         raise ValueError(f"not a Slurm version: {text!r}")
-    return SlurmVersion(int(match[1]), int(match[2]))
+    return version
 
 
 def detect_platform(path: str) -> Platform:

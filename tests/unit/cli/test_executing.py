@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import Advanced, Event
+from slurm_forge.journal.events import Advanced, Event, Note
 from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
@@ -137,6 +137,19 @@ def test_the_batch_step_of_slurm_26_05_is_no_step_of_sruns(execute: Exec) -> Non
     done = execute("--", "true", **batch, **place)
     assert done.returncode == 0, done.stderr
     assert execute.run.is_done()
+
+
+def test_what_is_not_understood_of_slurm_ends_nothing_and_is_noted_once(execute: Exec) -> None:
+    batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_CONF": str(execute.folder / "none")}
+    strange = {"SLURM_JOB_END_TIME": "tomorrow", "SLURM_JOB_PARTITION": "a b"}
+    command = ("--", "sh", "-c", "test $SLURM_FORGE_RESTARTS -ge 1")
+    assert execute(*command, **batch, **strange).returncode == 0
+    notes = [each.text for each in execute.events(Note) if isinstance(each, Note)]
+    told = [each for each in notes if each.startswith("not understood, and done without: ")]
+    assert sorted(each.partition(": ")[2] for each in told) == [
+        "SLURM_JOB_END_TIME='tomorrow'",
+        "SLURM_JOB_PARTITION='a b'",
+    ]
 
 
 def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:
