@@ -47,6 +47,6 @@ def test_a_newer_slurm_than_any_that_was_tried_is_told() -> None:
 def test_what_was_not_understood_is_told_once() -> None:
     strange = Unrecognized("scontrol show config: KillWait", "tomorrow")
     found = [
-        each for each in told("v26.05", unrecognized=(strange, strange)) if "soon" in each.text
+        each for each in told("v26.05", unrecognized=(strange, strange)) if "tomorrow" in each.text
     ]
     assert [each.mark for each in found] == [Mark.WARNING] and found[0].next_step
