@@ -103,9 +103,9 @@ def _check(slurm: Installation, given: argparse.Namespace) -> int:
     cells = ("--cell", *given.cell) if given.cell else ()
     only = [word for name in given.promise or () for word in ("--only", name)]
     commands = {
-        _PREEMPTIONS: ("fifty", "--count", str(given.count)),
-        _CELLS: ("table", *cells),
-        _DOCTOR: ("promises_table", "--jobs", "1", *only),
+        _PREEMPTIONS: ("tests.slurm.truth.fifty", "--count", str(given.count)),
+        _CELLS: ("tests.slurm.truth", *cells),
+        _DOCTOR: ("tests.slurm.truth.promises_table", "--jobs", "1", *only),
     }
     worst = 0
     for file, (module, *words) in commands.items():
@@ -118,7 +118,7 @@ def _check(slurm: Installation, given: argparse.Namespace) -> int:
         with result.with_suffix(".log").open("a") as log:
             done = subprocess.run(
                 [
-                    *(sys.executable, "-m", f"tests.slurm.truth.{module}"),
+                    *(sys.executable, "-m", module),
                     *(*words, *tracking, "--json", str(result)),
                 ],
                 env={**os.environ, "PATH": slurm.path},
@@ -126,8 +126,10 @@ def _check(slurm: Installation, given: argparse.Namespace) -> int:
                 stderr=subprocess.STDOUT,
                 check=False,
             )
-        print(f"{slurm.version}: {module}: {'right' if done.returncode == 0 else 'WRONG'}")
-        worst = max(worst, done.returncode)
+        # What has written nothing down has tried nothing.
+        right = done.returncode == 0 and result.exists()
+        print(f"{slurm.version}: {module}: {'right' if right else 'WRONG'}", flush=True)
+        worst = max(worst, int(not right))
     return worst
 
 
@@ -186,7 +188,9 @@ def _preemptions_cell(folder: Path) -> str:
         return ""
     told = _preempted(file)
     verdict = str(told["verdict"]).partition("\n")[0]
-    return verdict.split(",")[0] if not told["complaints"] else f"**wrong**: {told['complaints']}"
+    complaints = told["complaints"]
+    first = complaints[0] if isinstance(complaints, list) and complaints else complaints
+    return f"**wrong**: {str(first)[:120]}" if complaints else verdict.split(",")[0]
 
 
 def _preempted(file: Path) -> dict[str, object]:
