@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import Note
@@ -27,7 +26,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Taken
 from slurm_forge.launch.not_started import telling_why_not_started
 from slurm_forge.launch.outputs import own_output
-from slurm_forge.launch.own_script import for_successor
+from slurm_forge.launch.own_script import arguments_of, for_successor
 from slurm_forge.launch.program_signals import ProgramSignals
 from slurm_forge.launch.program_starts import Started, Starts
 from slurm_forge.launch.sentinel_step import (
@@ -185,15 +184,10 @@ def _keep_script(run: RunDirectory, slurm: Slurm, environment: SlurmEnvironment,
         script = for_successor(
             slurm.batch_script(job),
             array_task=environment.array_task_id,
-            arguments=() if record is None else _arguments(record.command or ""),
+            arguments=() if record is None else arguments_of(record),
         )
         if script is not None:
             keep_own_script(run, script)
-
-
-def _arguments(command: str) -> list[str]:
-    """What the script was given, by what Slurm shows of it: its path and the words."""
-    return [] if Path(command).is_file() else command.split()[1:]
 
 
 VIA_EXEC = "exec"

@@ -250,6 +250,7 @@ def _job(read: _Fields) -> JobRecord:
         memory_per_node=read.value("MinMemoryNode", _memory),
         memory_per_cpu=read.value("MinMemoryCPU", _memory),
         command=read.text("Command"),
+        submit_line=read.text("SubmitLine"),
         work_dir=read.text("WorkDir"),
         stdout=read.text("StdOut"),
         comment=read.text("Comment"),

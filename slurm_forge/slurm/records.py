@@ -94,7 +94,9 @@ class JobRecord:
     num_tasks: int | None = None
     memory_per_node: int | None = None
     memory_per_cpu: int | None = None
+    #: The script and its arguments; from 25.11 on the script alone, and the rest in the next.
     command: str | None = None
+    submit_line: str | None = None
     work_dir: str | None = None
     stdout: str | None = None
     comment: str | None = None

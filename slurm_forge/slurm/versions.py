@@ -113,6 +113,7 @@ CHANGES: tuple[Change, ...] = (
     _change(Kind.REASON, "MpiPortsBusy", "24.05", _REASONS),
     _change(Kind.REASON, "NvidiaImexChannels", "25.11", _REASONS),
     _change(Kind.FIELD, "sacct Restarts", "24.11", "src/sacct/sacct.c"),
+    # Where it is, Command is the script without its arguments (tried on 26.05.3).
     _change(Kind.FIELD, "scontrol SubmitLine", "25.11", "src/scontrol/info_job.c"),
     _change(Kind.WORDS, "DUE to SIGNAL", "25.05", "src/slurmd/slurmstepd/req.c"),
     _change(Kind.WORDS, "DUE TO TASK FAILURE", "25.05", "src/slurmd/slurmstepd/req.c"),
