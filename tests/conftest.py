@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from slurm_forge.testing.cluster.machine import path_with_prefix
+
 # A property is about values, not about time: a busy machine must not make one fail.  What finds
 # something new looks for long: scripts/test --all has it look ten times as long.
 settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50)
@@ -28,6 +30,28 @@ os.environ["XDG_CONFIG_HOME"] = "/nowhere/settings"
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which Slurm the tests on a real one boot."""
+    parser.addoption(
+        "--slurm",
+        type=Path,
+        metavar="PREFIX",
+        help="run the tests on a real Slurm on the one below PREFIX, not the one on PATH",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Clusters, clients and jobs take Slurm's programs from PATH."""
+    prefix: Path | None = config.getoption("--slurm")
+    os.environ["PATH"] = path_with_prefix(os.environ.get("PATH", os.defpath), prefix)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Which Slurm it is, where it is not the one on PATH."""
+    prefix: Path | None = config.getoption("--slurm")
+    return None if prefix is None else f"Slurm of {prefix}"
 
 
 def pytest_collection_finish() -> None:

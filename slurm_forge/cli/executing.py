@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["execute"]
 
@@ -117,13 +120,14 @@ def execute(
     from slurm_forge.cli.places import runs_folder, site_places
     from slurm_forge.errors import ForgeError
     from slurm_forge.launch.execute import VIA_EXEC, execute
+    from slurm_forge.launch.not_started import telling_why_not_started, why_not_started
     from slurm_forge.launch.programs import open_run, program_job
     from slurm_forge.site.detection import GENERIC
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 
+    variables = dict(process_environ())
     try:
-        variables = dict(process_environ())
         environment = SlurmEnvironment.from_environ(variables)
         checked = program_job(
             command or [],
@@ -164,16 +168,31 @@ def execute(
             partition=None if environment is None else environment.partition,
         )
     except (ForgeError, OSError) as error:
+        if isinstance(error, ForgeError):
+            why_not_started(None if name is None else _begun(name, runs), variables, error)
         fail(error, "nothing was started.")
-    status = execute(
-        run,
-        environment=environment,
-        variables=variables,
-        slurm=None if environment is None else SubprocessSlurm.of_this_process(),
-        via=VIA_EXEC,
-    )
+    with telling_why_not_started(run, variables):
+        status = execute(
+            run,
+            environment=environment,
+            variables=variables,
+            slurm=None if environment is None else SubprocessSlurm.of_this_process(),
+            via=VIA_EXEC,
+        )
     sys.stdout.flush()
     raise typer.Exit(status)
+
+
+def _begun(name: str, runs: Path | None) -> RunDirectory | None:
+    """The run of that name, where an earlier start has made it."""
+    from slurm_forge.cli.places import runs_folder
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.run_directory import RunDirectory
+
+    try:
+        return RunDirectory.existing(runs_folder(runs, begun=True) / name)
+    except (ForgeError, OSError):
+        return None
 
 
 def _refuse_missing(command: Sequence[str], run: Path) -> None:

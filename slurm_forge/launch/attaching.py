@@ -204,7 +204,7 @@ class Attachment:
         self, environment: SlurmEnvironment
     ) -> Callable[[Callable[[str, str], None]], None] | None:
         """In the batch step nothing is heard of a preemption: a sentinel step listens for it."""
-        if environment.step_id is not None:
+        if environment.in_srun_step:
             return None
 
         def listen(hear: Callable[[str, str], None]) -> None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
 from slurm_forge.journal.events import Note
@@ -26,8 +25,9 @@ from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.execute_here import execute_here, refused, say
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Taken
+from slurm_forge.launch.not_started import telling_why_not_started
 from slurm_forge.launch.outputs import own_output
-from slurm_forge.launch.own_script import for_successor
+from slurm_forge.launch.own_script import arguments_of, for_successor
 from slurm_forge.launch.program_signals import ProgramSignals
 from slurm_forge.launch.program_starts import Started, Starts
 from slurm_forge.launch.sentinel_step import (
@@ -38,6 +38,7 @@ from slurm_forge.launch.sentinel_step import (
 from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.submission import job_script, keep_own_script, note_asked
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.slurm_says import is_ending
@@ -93,7 +94,7 @@ def _refuse_places(environment: SlurmEnvironment) -> None:
             f"job {environment.job_ref} is heterogeneous: it can't be brought back",
             next_step="Ask for one kind of node: no hetjob, no ':' between options of sbatch.",
         )
-    if environment.step_id is not None and (environment.ntasks or 1) > 1:
+    if environment.in_srun_step and (environment.ntasks or 1) > 1:
         raise ConfigError(
             "slurm-forge exec was started by srun, once per task: each would claim the run",
             next_step="Turn it round: slurm-forge exec -- srun your-program …",
@@ -133,6 +134,7 @@ def _in_job(
         say(refused(run, begun))
         nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
+    note_unrecognized(begun, environment.unrecognized)
     _keep_script(run, slurm, environment, via)
     watch = JobWatch(slurm, environment.job_ref)
     script = job_script(run)
@@ -184,15 +186,10 @@ def _keep_script(run: RunDirectory, slurm: Slurm, environment: SlurmEnvironment,
         script = for_successor(
             slurm.batch_script(job),
             array_task=environment.array_task_id,
-            arguments=() if record is None else _arguments(record.command or ""),
+            arguments=() if record is None else arguments_of(record),
         )
         if script is not None:
             keep_own_script(run, script)
-
-
-def _arguments(command: str) -> list[str]:
-    """What the script was given, by what Slurm shows of it: its path and the words."""
-    return [] if Path(command).is_file() else command.split()[1:]
 
 
 VIA_EXEC = "exec"
@@ -275,6 +272,8 @@ class _Job:
 
     def _concluded(self, facts: LaunchFacts) -> Decision | None:
         attempt = self._attempt
+        if self._watch.latest is not None:
+            note_unrecognized(attempt, self._watch.latest.unrecognized)
         try:
             return attempt.conclude(
                 gathered(
@@ -344,15 +343,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"expected one run directory, got {words}",
                 next_step="python -m slurm_forge.launch.execute RUN [-- COMMAND…]",
             )
-        environment = SlurmEnvironment.from_environ(os.environ)
-        return execute(
-            RunDirectory.existing(words[0]),
-            environment=environment,
-            variables=dict(os.environ),
-            slurm=None if environment is None else SubprocessSlurm.of_this_process(),
-            via=via,
-            words=command,
-        )
+        run = RunDirectory.existing(words[0])
+        with telling_why_not_started(run, os.environ):
+            environment = SlurmEnvironment.from_environ(os.environ)
+            return execute(
+                run,
+                environment=environment,
+                variables=dict(os.environ),
+                slurm=None if environment is None else SubprocessSlurm.of_this_process(),
+                via=via,
+                words=command,
+            )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1

@@ -1,4 +1,4 @@
-"""Somebody's own script as a successor of its job is submitted with it.  Pure.
+"""Somebody's own script as a successor of its job is submitted with it.
 
 What stood on the command line of sbatch is not in the script that Slurm keeps: of an array the
 successor is to be one task again, and a script with arguments must get the same.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from io import StringIO
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
-__all__ = ["for_successor"]
+from slurm_forge.slurm.records import JobRecord
+
+__all__ = ["arguments_of", "for_successor"]
 
 _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 
@@ -39,6 +41,20 @@ def for_successor(
     if added and not lines[at - 1].endswith("\n"):
         lines[at - 1] += "\n"
     return "".join([*lines[:at], *added, *lines[at:]])
+
+
+def arguments_of(record: JobRecord) -> list[str]:
+    """What the script was given, by what Slurm shows: its words, joined by spaces.
+
+    Newer versions show the path alone as the command, and the words in the line of sbatch.
+    """
+    command = record.command or ""
+    if record.submit_line is None:
+        return [] if Path(command).is_file() else command.split()[1:]
+    words = record.submit_line.split()
+    script = PurePath(command.split(" ", 1)[0]).name
+    at = [n for n, word in enumerate(words) if n and PurePath(word).name == script]
+    return words[at[0] + 1 :] if at else []
 
 
 def _is_shell(text: str) -> bool:

@@ -125,7 +125,7 @@ def variables_for(
     """
     found = dict(variables)
     if "--node-rank={node_rank}" in words and environment is not None:
-        step = f"{environment.job_id}.{environment.step_id}"
+        step = f"{environment.job_id}.{environment.step}"
         found.update(torchrun_variables(step, ours=ours))
     return handed_on(words, found)
 

@@ -36,6 +36,7 @@ from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.master import master_address
+from slurm_forge.launch.not_started import telling_why_not_started
 from slurm_forge.launch.outputs import RankOutput, own_output
 from slurm_forge.launch.payload import step_of
 from slurm_forge.launch.seating import Seating
@@ -44,6 +45,7 @@ from slurm_forge.launch.staying import stays_on
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.launch.variables import for_launch
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
@@ -106,6 +108,7 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         nothing_to_do(run, begun, environment.job_ref, slurm)
         return 0
+    note_unrecognized(begun, environment.unrecognized)
     watch = JobWatch(slurm, environment.job_ref)
     try:
         back = way_back(
@@ -218,6 +221,8 @@ class _Supervisor:
     def _concluded(self, facts: LaunchFacts, seats: Seats) -> Decision | None:
         """What is done about it.  Where nothing can be written down, a person has to see to it."""
         attempt = self._attempt
+        if self._watch.latest is not None:
+            note_unrecognized(attempt, self._watch.latest.unrecognized)
         try:
             return attempt.conclude(
                 gathered(
@@ -381,23 +386,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, payload = arguments[:split], arguments[split + 1 :]
     try:
         run, via, script = run_of_arguments(arguments)
-        environment = SlurmEnvironment.from_environ(os.environ)
-        if environment is None:
-            raise ForgeError(
-                "the supervisor runs inside a Slurm job",
-                next_step="Use slurm-forge submit; without Slurm, slurm-forge run.",
+        with telling_why_not_started(run, os.environ):
+            environment = SlurmEnvironment.from_environ(os.environ)
+            if environment is None:
+                raise ForgeError(
+                    "the supervisor runs inside a Slurm job",
+                    next_step="Use slurm-forge submit; without Slurm, slurm-forge run.",
+                )
+            if not payload:
+                payload = [sys.executable, "-u", "-m", "slurm_forge.training.worker", str(run.path)]
+            return supervise(
+                run,
+                payload,
+                environment=environment,
+                variables=dict(os.environ),
+                slurm=SubprocessSlurm.of_this_process(),
+                via=via,
+                script=script,
             )
-        if not payload:
-            payload = [sys.executable, "-u", "-m", "slurm_forge.training.worker", str(run.path)]
-        return supervise(
-            run,
-            payload,
-            environment=environment,
-            variables=dict(os.environ),
-            slurm=SubprocessSlurm.of_this_process(),
-            via=via,
-            script=script,
-        )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1

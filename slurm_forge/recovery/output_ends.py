@@ -43,7 +43,8 @@ _STILL_THE_END = 60
 _OF_A_DUMP = 40
 _MOST_OF_A_TEXT = 6
 
-_OF_SLURM = re.compile(r"(?:srun|slurmstepd)[^:\s]{0,80}: ")
+# From 25.05 on slurmstepd writes the time instead of its name.
+_OF_SLURM = re.compile(r"(?:(?:srun|slurmstepd)[^:\s]{0,80}:|\[[0-9T:.-]{19,30}\] error:) ")
 #: What starts processes says that one failed: the reason stands before it.
 _OF_A_STARTER = re.compile(r"(?:[\w.]{1,100}\.)?(?:ChildFailedError|SignalException)\b")
 _OURS = re.compile(r"slurm_forge\.errors\.(\w{1,60})")

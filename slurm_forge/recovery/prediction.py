@@ -7,7 +7,6 @@ against, field by field.  Sources: src/interfaces/preempt.c and src/slurmctld/jo
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -15,6 +14,7 @@ from enum import Enum
 from slurm_forge.recovery.sooner import sooner
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.slurm.records import ConfigRecord
+from slurm_forge.slurm.versions import Release, has
 
 __all__ = [
     "BroughtBack",
@@ -33,8 +33,8 @@ _KILL_WAIT = timedelta(seconds=30)
 _SHORTENED = timedelta(seconds=25)
 #: A successor that waits for the end of its job starts within seconds of it.
 _SUCCESSOR = timedelta(seconds=2)
-#: From this version on Slurm itself requeues a job that exits in its grace time, and counts it.
-_REQUEUES_WHAT_EXITS = (24, 5)
+#: And counts it.
+_REQUEUES_WHAT_EXITS = "requeues a job that exits in its grace time"
 _MAX_BATCH_REQUEUE = 5
 
 
@@ -281,10 +281,10 @@ def _caveats(
 
 
 def _exits_in_grace(config: ConfigRecord) -> list[str]:
-    version = _version(config.version)
-    if version is None:
+    release = Release.parse(config.version)
+    if release is None:
         return []
-    if version < _REQUEUES_WHAT_EXITS:
+    if not has(release, _REQUEUES_WHAT_EXITS):
         return [
             f"Slurm {config.version} does not requeue a job that exits by itself within the notice "
             "(24.05 and later do): the run asks for the requeue itself."
@@ -295,11 +295,6 @@ def _exits_in_grace(config: ConfigRecord) -> list[str]:
         f"{most} such exits (MaxBatchRequeue); a run that asks for the requeue itself does not "
         "count towards that, and its finished job may be started once more, which ends at once."
     ]
-
-
-def _version(text: str | None) -> tuple[int, int] | None:
-    found = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", text or "")
-    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _seconds(value: timedelta) -> str:

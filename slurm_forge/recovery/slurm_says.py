@@ -72,7 +72,8 @@ _NOT_LAUNCHED = re.compile(
 )
 #: Words of slurmstepd and srun, in their own lines: ranks print "CUDA out of memory" beside them.
 _OOM_KILL = re.compile(
-    r"^(?:\S+: )?(?:slurmstepd|srun)[^:\s]*: .*?(?:oom[-_ ]kill|out[-_ ]of[-_ ]memory).*$",
+    r"^(?:\S+: )?(?:(?:slurmstepd|srun)[^:\s]*:|\[[0-9T:.-]{19,30}\] error:) .*?"
+    r"(?:oom[-_ ]kill|out[-_ ]of[-_ ]memory).*$",
     re.I | re.M,
 )
 #: What slurmstepd prints behind "CANCELLED AT … DUE TO" (src/slurmd/slurmstepd/req.c).

@@ -48,6 +48,10 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         return (f"nothing to do: slurm-forge explain {name} tells how it went",)
     if state.open_intent is not None:
         return (f"carry out the requeue that Slurm has not taken: slurm-forge reconcile {name}",)
+    if standing.not_started is not None and standing.not_started.next_step:
+        # A start of ours that failed: unlike those of batch scripts, nothing holds the job.
+        first = clean(standing.not_started.next_step, 300)
+        return (first, f"then, to go on: {again(name, state.job)}")
     if standing.not_started is not None:
         return (_REPAIR, f"then, to go on: {onward}")
     if standing.gone is not None:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
+from slurm_forge.errors import ConfigError
 from slurm_forge.report.doctor import Mark, Section, Told
 from slurm_forge.report.text import clean
+from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.survey import Question, Reply, Survey
+from slurm_forge.slurm.versions import NEWEST, Release, batch_variables
 from slurm_forge.units import words_for_duration as _words
 
 __all__ = ["Machine", "machine_section", "slurm_section"]
@@ -60,7 +63,40 @@ def slurm_section(survey: Survey) -> Section:
     about = ""
     if config is not None:
         about = f"{clean(config.cluster_name, 64)}, Slurm {clean(config.version or '?', 32)}"
-    return Section("Slurm", about, (*_questions(survey), *_settings(survey)))
+    told = (*_questions(survey), *_version(survey), *_settings(survey))
+    return Section("Slurm", about, told)
+
+
+def _version(survey: Survey) -> Iterator[Told]:
+    """Whether a run would start on a Slurm of this version, and what of it is not known here."""
+    config = survey.config
+    release = None if config is None else Release.parse(config.version)
+    if config is None or release is None:
+        return
+    try:
+        found = SlurmEnvironment.from_environ(batch_variables(release))
+    except ConfigError as error:
+        yield Told(
+            Mark.PROBLEM,
+            f"no run starts on Slurm {release}: {clean(error.message, 200)}.",
+            "Install a newer slurm_forge, or report it to us.",
+        )
+        return
+    if release > NEWEST:
+        yield Told(
+            Mark.NOTE,
+            f"Slurm {release} is newer than {NEWEST}, the newest that this slurm_forge was tried "
+            "on.",
+            "slurm-forge doctor --live shows whether a run starts, and comes back.",
+        )
+    strange = [*config.unrecognized, *(() if found is None else found.unrecognized)]
+    strange += [each for place in survey.partitions or () for each in place.unrecognized]
+    for told in dict.fromkeys(f"{each}" for each in strange):
+        yield Told(
+            Mark.WARNING,
+            f"not understood, and done without: {clean(told, 160)}.",
+            "Please report it to us, with the version of Slurm.",
+        )
 
 
 def _questions(survey: Survey) -> Iterator[Told]:

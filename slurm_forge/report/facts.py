@@ -7,17 +7,24 @@ from dataclasses import dataclass
 from slurm_forge.journal import Damage, Record
 from slurm_forge.report.purge import PurgeRule
 from slurm_forge.report.waiting import QueueAnswer
+from slurm_forge.run_directory.layout import NEXT_STEP
 
 __all__ = ["NotStarted", "RunFacts"]
 
 
 @dataclass(frozen=True, slots=True)
 class NotStarted:
-    """What a batch script left behind at ``time`` that could not even start us; foreign text."""
+    """What a start that came to nothing left behind at ``time``, we or the script; foreign text."""
 
     job: str
     time: float
     text: str
+
+    @property
+    def next_step(self) -> str:
+        """What a person is to do first, where the last note of the file says that."""
+        _, _, step = self.text.rstrip("\n").rpartition("\n")[2].partition(NEXT_STEP)
+        return step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,10 @@ from pathlib import Path
 from slurm_forge.errors import RunDirectoryError
 from slurm_forge.files import create_exclusive, make_private_directory, write_atomic
 
-__all__ = ["RunDirectory"]
+__all__ = ["NEXT_STEP", "RunDirectory"]
+
+#: How the last line of a note in ``not_started`` begins, where it says what a person does next.
+NEXT_STEP = "  next step: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class RunDirectory:
     def submissions(self) -> Path:
         """Scripts and submitit's own files; must be writable by the user alone."""
         return self.path / "submissions"
+
+    def not_started(self, job: str) -> Path:
+        """Why starts of this job came to nothing before an attempt was begun."""
+        return self.submissions / f"not-started-{job}.txt"
 
     @property
     def stop_file(self) -> Path:

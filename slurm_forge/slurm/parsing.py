@@ -1,7 +1,9 @@
 """From the output of scontrol, sacct and squeue to records.
 
-Any text may come (a message of the day, half an answer, a newer Slurm): what can't be read raises
-``SlurmCommandError`` with the command and the place, and keys that are new are ignored.
+Any text may come (a message of the day, half an answer, a newer Slurm).  What is no record, or has
+no name or state, raises ``SlurmCommandError`` with the command and the place.  New keys do not
+matter; a value that can't be read becomes None and is noted as ``unrecognized``, as is a state that
+is not known here: the rest of the record counts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from slurm_forge.slurm.records import (
     PartitionRecord,
     QueueRecord,
 )
-from slurm_forge.slurm.states import cancelled_by, parse_state
+from slurm_forge.slurm.states import JobState, cancelled_by, parse_state
+from slurm_forge.slurm.versions import Unrecognized
 from slurm_forge.units import parse_memory
 
 __all__ = [
@@ -135,6 +138,7 @@ def parse_config(text: str) -> ConfigRecord:
         requeue_exit_hold=read.text("RequeueExitHold"),
         max_array_size=read.number("MaxArraySize"),
         constrain_ram=_YES_NO.get(read.raw("ConstrainRAMSpace").lower()),
+        unrecognized=read.unrecognized,
     )
 
 
@@ -153,7 +157,7 @@ def parse_accounting(text: str, zone: tzinfo | None = None) -> tuple[AccountingR
                 job_ref=job_ref,
                 step=step or None,
                 job_id=read.required_number("JobIDRaw", before="."),
-                state=parse_state(columns[2]),
+                state=read.state("State"),
                 state_text=columns[2].strip(),
                 exit_code=read.value("ExitCode", to_exit_code),
                 derived_exit_code=read.value("DerivedExitCode", to_exit_code),
@@ -162,6 +166,7 @@ def parse_accounting(text: str, zone: tzinfo | None = None) -> tuple[AccountingR
                 end_time=read.time("End"),
                 nodelist=_assigned(read.text("NodeList")),
                 cancelled_by=cancelled_by(columns[2]),
+                unrecognized=read.unrecognized,
             )
         )
     return tuple(rows)
@@ -180,12 +185,13 @@ def parse_queue(text: str, zone: tzinfo | None = None) -> tuple[QueueRecord, ...
             QueueRecord(
                 job_ref=read.required("JobRef"),
                 job_id=read.required_number("JobId"),
-                state=parse_state(columns[2]),
+                state=read.state("State"),
                 state_text=columns[2].strip(),
                 # With underscores, as scontrol writes it.
                 reason=(read.text("Reason") or "").replace(" ", "_") or None,
                 partition=read.text("Partition"),
                 start_time=read.time("Start"),
+                unrecognized=read.unrecognized,
             )
         )
     return tuple(rows)
@@ -208,7 +214,7 @@ def _job(read: _Fields) -> JobRecord:
     return JobRecord(
         job_id=read.required_number("JobId"),
         name=read.raw("JobName"),
-        state=parse_state(read.required("JobState")),
+        state=read.state("JobState"),
         state_text=read.required("JobState"),
         array_job_id=read.number("ArrayJobId"),
         array_task=read.text("ArrayTaskId"),
@@ -244,9 +250,11 @@ def _job(read: _Fields) -> JobRecord:
         memory_per_node=read.value("MinMemoryNode", _memory),
         memory_per_cpu=read.value("MinMemoryCPU", _memory),
         command=read.text("Command"),
+        submit_line=read.text("SubmitLine"),
         work_dir=read.text("WorkDir"),
         stdout=read.text("StdOut"),
         comment=read.text("Comment"),
+        unrecognized=read.unrecognized,
     )
 
 
@@ -271,6 +279,7 @@ def _partition(read: _Fields) -> PartitionRecord:
         deny_qos=read.options("DenyQos"),
         root_only=read.raw("RootOnly") == "YES",
         exclusive=read.raw("OverSubscribe") == "EXCLUSIVE",
+        unrecognized=read.unrecognized,
     )
 
 
@@ -293,6 +302,7 @@ def _node(read: _Fields) -> NodeRecord:
         boot_time=read.time("BootTime"),
         slurmd_start_time=read.time("SlurmdStartTime"),
         partitions=read.options("Partitions"),
+        unrecognized=read.unrecognized,
     )
 
 
@@ -310,6 +320,7 @@ class _Fields:
     def __init__(self, command: str, values: Mapping[str, str], zone: tzinfo | None = None) -> None:
         self.command = command
         self._values = values
+        self._unrecognized: list[Unrecognized] = []
         self.zone = zone
 
     def raw(self, key: str) -> str:
@@ -324,11 +335,27 @@ class _Fields:
             raise _not_understood(self.command, f"no {key} in it", str(dict(self._values)))
         return text
 
-    def value(self, key: str, parse: Callable[[str | None], _T]) -> _T:
+    def value(self, key: str, parse: Callable[[str | None], _T | None]) -> _T | None:
         try:
             return parse(self._values.get(key))
-        except ValueError as error:
-            raise _not_understood(self.command, f"{key}: {error}", self.raw(key)) from None
+        except ValueError:
+            self._skip(key)
+            return None
+
+    def state(self, key: str) -> JobState:
+        text = self.raw(key).strip()
+        state = parse_state(text)
+        if state is JobState.UNKNOWN and text not in ("", JobState.UNKNOWN.value):
+            self._skip(key)
+        return state
+
+    @property
+    def unrecognized(self) -> tuple[Unrecognized, ...]:
+        """What was read until now and could not be understood."""
+        return tuple(self._unrecognized)
+
+    def _skip(self, key: str) -> None:
+        self._unrecognized.append(Unrecognized(f"{self.command}: {key}", self.raw(key)))
 
     def time(self, key: str) -> datetime | None:
         return self.value(key, lambda text: to_time(text, self.zone))

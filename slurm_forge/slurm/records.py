@@ -1,6 +1,7 @@
 """What Slurm says about a job, a partition, its configuration and the past, as values.
 
-``parsing`` makes them from the commands' output.  ``None`` is "Slurm did not say" throughout.
+``parsing`` makes them from the commands' output.  ``None`` is "Slurm did not say" throughout;
+``unrecognized`` is what it said in a way that is not known here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, JobState
+from slurm_forge.slurm.versions import Unrecognized
 
 __all__ = [
     "AccountingRecord",
@@ -92,10 +94,13 @@ class JobRecord:
     num_tasks: int | None = None
     memory_per_node: int | None = None
     memory_per_cpu: int | None = None
+    #: The script and its arguments; from 25.11 on the script alone, and the rest in the next.
     command: str | None = None
+    submit_line: str | None = None
     work_dir: str | None = None
     stdout: str | None = None
     comment: str | None = None
+    unrecognized: tuple[Unrecognized, ...] = ()
 
     @property
     def job_ref(self) -> str:
@@ -162,6 +167,7 @@ class PartitionRecord:
     root_only: bool = False
     #: Whether a job gets whole nodes (``OverSubscribe=EXCLUSIVE``).
     exclusive: bool = False
+    unrecognized: tuple[Unrecognized, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +186,7 @@ class NodeRecord:
     boot_time: datetime | None = None
     slurmd_start_time: datetime | None = None
     partitions: tuple[str, ...] = ()
+    unrecognized: tuple[Unrecognized, ...] = ()
 
     @property
     def is_down(self) -> bool:
@@ -229,6 +236,7 @@ class ConfigRecord:
     max_array_size: int | None = None
     #: Whether the memory that a job asked for is also its limit (cgroup.conf), where Slurm says.
     constrain_ram: bool | None = None
+    unrecognized: tuple[Unrecognized, ...] = ()
 
     @property
     def sends_user_signal(self) -> bool:
@@ -274,6 +282,7 @@ class AccountingRecord:
     nodelist: str | None = None
     #: User id in ``CANCELLED by 1000``.
     cancelled_by: int | None = None
+    unrecognized: tuple[Unrecognized, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +296,7 @@ class QueueRecord:
     reason: str | None
     partition: str | None
     start_time: datetime | None = None
+    unrecognized: tuple[Unrecognized, ...] = ()
 
 
 def _seconds_option(options: tuple[str, ...], name: str) -> timedelta | None:

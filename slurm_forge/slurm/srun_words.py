@@ -2,7 +2,9 @@
 
 The lines stand among what the ranks print, progress bars without a line's end included, so they
 are looked for inside lines too.  Formats: ``_task_finish`` in src/srun/launch.c and
-``_handle_signal_container`` in src/slurmd/slurmstepd/req.c, and as printed by 22.05.8.
+``_handle_signal_container`` in src/slurmd/slurmstepd/req.c, and as printed by 22.05.8 to 26.05.3
+(``tests/unit/slurm/data``).  From 25.05 on slurmstepd begins its lines with the time instead of its
+name, and says of each cancellation what it is due to.
 """
 
 from __future__ import annotations
@@ -88,6 +90,9 @@ _CANCELLED = (
     r"(?:CANCELLED AT (?P<at>[^\s*]{1,40})(?: DUE TO (?P<reason>[^*,\r\n]{1,80}))?"
     r"|(?P<ume>UNCORRECTABLE MEMORY ERROR) AT (?P<ume_at>[^\s*]{1,40}))[^*\r\n]{0,80} ?\*\*\*"
 )
+#: What newer versions write where older ones give no reason.
+_TASK_FAILURE = "TASK FAILURE"
+_SIGNAL = "SIGNAL "
 #: Printed where the step is ended from outside, never where a bad exit ends it.
 _ABORTED = "srun: Job step aborted: "
 _NODE_FAILURE = re.compile(
@@ -131,7 +136,8 @@ class Cancelled:
 
     ``id`` is ``"12"`` of a job and ``"12.0"`` of a step; ``at`` is Slurm's text, in the node's own
     time; ``reason`` is Slurm's, such as ``PREEMPTION``, ``TIME LIMIT``, ``NODE FAILURE``,
-    ``JOB REQUEUE``, or empty where somebody cancelled it or a bad exit did.
+    ``JOB REQUEUE``, or empty where somebody cancelled it or a bad exit did: that it is "due to
+    signal Terminated" or "due to task failure", as Slurm says from 25.05 on, is no more than that.
     """
 
     id: str
@@ -182,7 +188,7 @@ def step_cancelled(text: str) -> tuple[Cancelled, ...]:
                 is_step=match["what"].upper() == "STEP",
                 host=match["host"] or "",
                 at=match["at"] or match["ume_at"],
-                reason=(match["ume"] or match["reason"] or "").strip().upper(),
+                reason=_reason(match),
                 text=match[0],
             )
         )
@@ -196,14 +202,26 @@ def ended_by_srun(text: str) -> frozenset[str]:
 
     Slurm's "CANCELLED" of such a step, and the signals that its tasks get, follow from that.
     """
-    found = re.finditer(_ENDS_STEP + r"(?P<id>\d+(?:\.\d+)?)", text[-_LONGEST:])
-    return frozenset(match["id"] for match in found)
+    text = text[-_LONGEST:]
+    found = re.finditer(_ENDS_STEP + r"(?P<id>\d+(?:\.\d+)?)", text)
+    cancelled = (each for each in re.finditer(_CANCELLED, text, re.I))
+    failed = (each["id"] for each in cancelled if _told(each) == _TASK_FAILURE)
+    return frozenset((*(match["id"] for match in found), *failed))
 
 
 def lost_nodes(text: str) -> tuple[str, ...]:
     """Node expressions (``n2``, ``n[1-2]``) that srun says failed, each once."""
     found = (match["nodes"] for match in _NODE_FAILURE.finditer(text[-_LONGEST:]))
     return tuple(dict.fromkeys(found))
+
+
+def _told(match: re.Match[str]) -> str:
+    return (match["ume"] or match["reason"] or "").strip().upper()
+
+
+def _reason(match: re.Match[str]) -> str:
+    told = _told(match)
+    return "" if told == _TASK_FAILURE or told.startswith(_SIGNAL) else told
 
 
 def _ends(text: str, ends_from: int) -> Iterator[TaskEnd]:

@@ -26,7 +26,8 @@ def on_term(number: int, frame: object) -> None:
 
 def join() -> tuple[int, int]:
     """Rank and number of ranks, from torchrun's variables or srun's."""
-    if "RANK" not in os.environ and "SLURM_STEP_ID" in os.environ:
+    # The batch step has no such id, or a negative one (Slurm 26.05).
+    if "RANK" not in os.environ and os.environ.get("SLURM_STEP_ID", "").isdigit():
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
         # The node that srun was started on, which is the job's first one and has rank 0.

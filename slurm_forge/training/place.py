@@ -7,8 +7,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs, LocalRanks
-from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.slurm.environment import SlurmEnvironment, SpecialStep
 
 __all__ = ["RankPlace", "place_from_environ", "place_of_script"]
 
@@ -47,7 +48,7 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
     if slurm is not None and slurm.procid is not None and "SUBMITIT_LOCAL_JOB_ID" not in environ:
         # In a task of ours that has torchrun start the ranks, they are torchrun's to number; what
         # a torchrun of another job has left in the environment says nothing.
-        numbered = Knobs.from_environ(environ).torchrun == f"{slurm.job_id}.{slurm.step_id}"
+        numbered = Knobs.from_environ(environ).torchrun == f"{slurm.job_id}.{slurm.step}"
         if numbered and local.torchrun:
             return RankPlace(
                 rank=local.rank,
@@ -87,7 +88,14 @@ def place_of_script(environ: Mapping[str, str]) -> RankPlace:
     found = place_from_environ(environ)
     if slurm is None:
         return found if local.torchrun else replace(found, job=f"{local.job}-{os.getpid()}")
-    if local.torchrun or slurm.step_id is None:
+    if slurm.step is SpecialStep.UNKNOWN and not local.torchrun and (slurm.ntasks or 1) > 1:
+        raise ConfigError(
+            "Slurm's id of this step is of a kind that is not known here: whether srun started "
+            f"{slurm.ntasks} of these processes, or the batch script one, can't be told",
+            path="environment",
+            next_step="Start the ranks with slurm-forge submit, or by torchrun.",
+        )
+    if local.torchrun or not slurm.in_srun_step:
         alone = not local.torchrun
         found = replace(
             found,

@@ -122,6 +122,7 @@ def test_a_job_from_submission_to_its_end(
     assert (rows[0].exit_code, rows[0].start_time) == ((3, 0), over.start_time)
 
 
+@pytest.mark.versions
 def test_preemption_is_seen_in_the_grace_time_and_requeued(
     slurm: SlurmCluster, client: SubprocessSlurm, tmp_path: Path
 ) -> None:
@@ -335,6 +336,7 @@ def test_the_site_of_the_test_cluster_is_found_and_agrees_with_slurm(
         assert (told.grace or timedelta(0)) == (seen.grace or timedelta(0))
 
 
+@pytest.mark.versions
 def test_a_rank_and_a_batch_script_know_where_they_are(
     slurm: SlurmCluster, client: SubprocessSlurm, tmp_path: Path
 ) -> None:
@@ -351,8 +353,8 @@ def test_a_rank_and_a_batch_script_know_where_they_are(
         assert (seen.partition, seen.restart_count, seen.ntasks) == ("preempt", 0, 2)
         assert seen.nodes == expand_nodes(record.nodelist)
         assert seen.cluster_name == client.show_config().cluster_name
-    assert (batch.step_id, batch.step_nodes) == (None, ())
-    assert (rank.step_id, rank.procid, rank.localid, rank.nodeid) == (0, 1, 0, 1)
+    assert (batch.in_srun_step, batch.step_nodes) == (False, ())
+    assert (rank.step, rank.procid, rank.localid, rank.nodeid) == (0, 1, 0, 1)
     assert rank.node_name == rank.step_nodes[1]
 
 

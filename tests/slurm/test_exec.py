@@ -103,6 +103,7 @@ def test_a_torchrun_script(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert float((script.out / "result.txt").read_text()) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.versions
 def test_a_loop_in_bash(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = submit(slurm, tmp_path, "loop", steps=50)
     script.wait_file("done")

@@ -27,7 +27,7 @@ def printed(slurm: SlurmCluster, folder: Path, program: str, options: Sequence[s
 @pytest.mark.parametrize(
     ("act", "ended"),
     [
-        ("kill -SEGV $$", "SIGSEGV"),
+        pytest.param("kill -SEGV $$", "SIGSEGV", marks=pytest.mark.versions),
         ("exit 16", "exit 16"),
         pytest.param("kill -ABRT $$", "SIGABRT", marks=pytest.mark.slow),
     ],
@@ -56,6 +56,7 @@ def sleeping(slurm: SlurmCluster, tmp_path: Path) -> str:
     return job
 
 
+@pytest.mark.versions
 def test_a_step_that_somebody_cancelled(slurm: SlurmCluster, sleeping: str, tmp_path: Path) -> None:
     slurm.run("scancel", f"{sleeping}.0")
     slurm.wait_state(sleeping, ("COMPLETED", "FAILED"), 30)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, ForgeError
+from slurm_forge.testing.cluster import machine
 from slurm_forge.testing.cluster.cluster import SlurmCluster
 from slurm_forge.testing.cluster.install import install_packages
 from slurm_forge.testing.cluster.spec import ClusterSpec, Tracking
@@ -45,7 +46,7 @@ def _run(given: argparse.Namespace) -> int:
         _say(cluster.queue())
         return 0 if healthy else 1
     if given.action == "env":
-        _say(f"export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
+        _say(_exports(cluster))
         return 0
     command = list(given.command) if given.action == "exec" else [_shell(cluster)]
     if command[:1] == ["--"]:
@@ -58,8 +59,9 @@ def _run(given: argparse.Namespace) -> int:
         raise ForgeError(f"{command[0]}: no such command", next_step="Check its name.") from None
 
 
-def _install(*, accounting: bool = True) -> int:
-    installed = install_packages(os.environ, accounting=accounting)
+def _install(*, accounting: bool = True, prefix: Path | None = None) -> int:
+    path = machine.path_with_prefix(os.environ.get("PATH", os.defpath), prefix)
+    installed = install_packages({**os.environ, "PATH": path}, accounting=accounting)
     if installed:
         _say(f"installed {' '.join(installed)}")
     return 0
@@ -67,12 +69,12 @@ def _install(*, accounting: bool = True) -> int:
 
 def _up(given: argparse.Namespace) -> int:
     if given.install:
-        _install(accounting=given.accounting)
+        _install(accounting=given.accounting, prefix=given.slurm)
     cluster = SlurmCluster(given.dir, _spec(given))
     cluster.start()
     _say(_describe(cluster))
-    _say(f"export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")
-    _say("next: type that line, or: python -m slurm_forge.testing.cluster shell   (down: stop it)")
+    _say(_exports(cluster))
+    _say("next: type that, or: python -m slurm_forge.testing.cluster shell   (down: stop it)")
     return 0
 
 
@@ -94,6 +96,7 @@ def _unchecked_spec(given: argparse.Namespace) -> ClusterSpec:
         job_requeue=given.job_requeue,
         send_user_signal=given.send_user_signal,
         accounting=given.accounting,
+        prefix=given.slurm,
     )
 
 
@@ -111,6 +114,12 @@ def _describe(cluster: SlurmCluster) -> str:
         + (f"\ncontrol groups were tried: {state.without_cgroups}" if state.without_cgroups else "")
         + f"\npartitions: {'; '.join(each.contract for each in cluster.spec.partitions)}"
     )
+
+
+def _exports(cluster: SlurmCluster) -> str:
+    """What a shell needs to talk to the cluster: the Slurm of another place comes with its PATH."""
+    names = ("SLURM_CONF",) if cluster.spec.prefix is None else ("PATH", "SLURM_CONF")
+    return "\n".join(f"export {name}={shlex.quote(cluster.env[name])}" for name in names)
 
 
 def _shell(cluster: SlurmCluster) -> str:
@@ -143,6 +152,12 @@ def _parser() -> argparse.ArgumentParser:
     made["exec"].add_argument("command", nargs=argparse.REMAINDER)
     up = made["up"]
     up.add_argument("--install", action="store_true", help="apt-get what is missing")
+    up.add_argument(
+        "--slurm",
+        type=Path,
+        metavar="PREFIX",
+        help="boot the Slurm that was installed below PREFIX; default: the one on PATH",
+    )
     up.add_argument("--tracking", choices=[t.value for t in Tracking], default="auto")
     up.add_argument("--nodes", type=int, default=default.nodes)
     up.add_argument("--cpus", type=int, default=default.cpus, help="CPUs per node")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.versions import Release
 
 __all__ = ["CgroupKind", "Layout", "Platform", "Ports", "SlurmVersion", "check_directory"]
 
@@ -23,12 +24,8 @@ class CgroupKind(str, enum.Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SlurmVersion:
-    """A Slurm release, for example 22.5 for ``slurm-wlm 22.05.8``."""
-
-    year: int
-    month: int
+#: Such as 22.5 for ``slurm-wlm 22.05.8``.
+SlurmVersion = Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Which process is what of a job: its ranks, its batch script, the daemons of its steps.
 
 slurmstepd titles itself ``slurmstepd: [JOB.STEP]`` and is the parent of what it starts; tasks of
-a step carry SLURM_STEP_ID and SLURM_PROCID, the batch script carries no SLURM_STEP_ID.
+a step carry SLURM_STEP_ID and SLURM_PROCID, the batch script carries no SLURM_STEP_ID or, since
+Slurm 26.05, that of SLURM_BATCH_SCRIPT.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from slurm_forge.testing.cluster.processes import ProcessRef
 
 __all__ = ["batch_script", "step_daemons", "tasks"]
 
-_BATCH = "batch"
+_BATCH_ID = "-5"
 
 
 def step_daemons(
@@ -51,7 +52,7 @@ def batch_script(layout: Layout, job_id: str) -> ProcessRef | None:
         (
             process
             for process, settings in _direct(layout, job_id)
-            if "SLURM_STEP_ID" not in settings
+            if settings.get("SLURM_STEP_ID", _BATCH_ID) == _BATCH_ID
         ),
         None,
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurm_forge.errors import UnsupportedError
+from slurm_forge.errors import ConfigError, UnsupportedError
 from slurm_forge.testing.cluster.layout import CgroupKind, Platform, Ports, SlurmVersion
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "detect_platform",
     "missing_packages",
     "parse_version",
+    "path_with_prefix",
     "remove_cgroups",
     "why_not_here",
 ]
@@ -47,6 +47,19 @@ _BLOCK = 40
 _SLOTS = 64
 
 
+def path_with_prefix(path: str, prefix: Path | None) -> str:
+    """``path`` with the programs of the Slurm below ``prefix`` first; ConfigError without one."""
+    if prefix is None:
+        return path
+    if not (prefix / "sbin" / "slurmctld").is_file():
+        raise ConfigError(
+            f"{prefix} holds no Slurm: there is no sbin/slurmctld below it",
+            next_step="Name what Slurm was built with as --prefix; scripts/build-slurm builds one.",
+        )
+    own = [str(prefix / name) for name in ("bin", "sbin")]
+    return os.pathsep.join([*own, *(entry for entry in path.split(os.pathsep) if entry not in own)])
+
+
 def search_path(path: str) -> str:
     """``path`` with the directories of daemons added at its end."""
     return os.pathsep.join([*path.split(os.pathsep), *_SBIN])
@@ -71,10 +84,10 @@ def why_not_here(path: str, *, accounting: bool = True) -> str | None:
 
 def parse_version(text: str) -> SlurmVersion:
     """``slurm-wlm 22.05.8`` or ``slurm 26.05.3-rc1``; ValueError for anything else."""
-    match = re.search(r"\b(\d\d)\.(\d\d)\b", text)
-    if match is None:
+    version = SlurmVersion.parse(text)
+    if version is None:
         raise ValueError(f"not a Slurm version: {text!r}")
-    return SlurmVersion(int(match[1]), int(match[2]))
+    return version
 
 
 def detect_platform(path: str) -> Platform:

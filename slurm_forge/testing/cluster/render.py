@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from slurm_forge.testing.cluster.layout import CgroupKind, Layout, Platform, Ports, SlurmVersion
+from slurm_forge.slurm.versions import has
+from slurm_forge.testing.cluster.layout import CgroupKind, Layout, Platform, Ports
 from slurm_forge.testing.cluster.spec import (
     ClusterSpec,
     PartitionPreemption,
@@ -30,14 +31,14 @@ __all__ = [
 ]
 
 _QUICK = "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0"
-_PREEMPT_PARAMETERS = SlurmVersion(23, 2)  # before: SlurmctldParameters
+_PREEMPT_PARAMETERS = "PreemptParameters=send_user_signal"
 _QOS_MODES = {
     PartitionPreemption.OFF: "cluster",
     PartitionPreemption.REQUEUE: "requeue",
     PartitionPreemption.CANCEL: "cancel",
     PartitionPreemption.SUSPEND: "suspend",
 }
-_MAX_BATCH_REQUEUE = SlurmVersion(23, 11)  # before: a constant in the source
+_MAX_BATCH_REQUEUE = "MaxBatchRequeue"
 
 
 def node_names(spec: ClusterSpec, ports: Ports) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ def slurm_conf(spec: ClusterSpec, layout: Layout, ports: Ports, platform: Platfo
     cgroups = effective_tracking(spec, platform) is Tracking.CGROUP
     controller = [
         "preempt_send_user_signal"
-        if spec.send_user_signal and platform.version < _PREEMPT_PARAMETERS
+        if spec.send_user_signal and not has(platform.version, _PREEMPT_PARAMETERS)
         else ""
     ]
     names = f"{ports.node_prefix}[1-{spec.nodes}]"
@@ -102,14 +103,14 @@ def slurm_conf(spec: ClusterSpec, layout: Layout, ports: Ports, platform: Platfo
         # What a partition or a QOS says of its own wins.
         f"PreemptMode={'SUSPEND,GANG' if spec.suspends else 'REQUEUE'}",
         *(
-            ["PreemptParameters=send_user_signal"]
-            if spec.send_user_signal and platform.version >= _PREEMPT_PARAMETERS
+            [_PREEMPT_PARAMETERS]
+            if spec.send_user_signal and has(platform.version, _PREEMPT_PARAMETERS)
             else []
         ),
         f"JobRequeue={int(spec.job_requeue)}",
         *(
             [f"MaxBatchRequeue={spec.max_batch_requeue}"]
-            if spec.max_batch_requeue is not None and platform.version >= _MAX_BATCH_REQUEUE
+            if spec.max_batch_requeue is not None and has(platform.version, _MAX_BATCH_REQUEUE)
             else []
         ),
         f"KillWait={_seconds(spec.kill_wait)}",

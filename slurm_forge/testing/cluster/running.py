@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.testing.cluster import files, lifecycle, lookup, machine, processes, render
@@ -19,12 +21,14 @@ from slurm_forge.testing.cluster.state import ClusterState, Daemon, write_state
 
 __all__ = ["RunningCluster"]
 
+_FIXED = attrgetter("nodes", "accounting", "prefix")
+
 
 class RunningCluster(SlurmClients):
     """The daemons of one cluster by name, with the faults that a test can inject into them."""
 
     def __init__(self, layout: Layout, spec: ClusterSpec, environment: Mapping[str, str]) -> None:
-        super().__init__(layout, environment)
+        super().__init__(layout, _with_slurm_of(spec, environment))
         self.spec = spec
         self._state: ClusterState | None = None
         self._starter: DaemonStarter | None = None
@@ -178,6 +182,7 @@ class RunningCluster(SlurmClients):
     def _adopt(self, state: ClusterState) -> None:
         self._state = state
         self.spec = state.spec
+        self.env = _with_slurm_of(state.spec, self.env)
         self.trivial_job_s = state.trivial_job_s
 
     def _daemon(self, name: str) -> Daemon:
@@ -206,8 +211,8 @@ class RunningCluster(SlurmClients):
             self._starter.reap()
 
     def _reconfigure(self, spec: ClusterSpec) -> None:
-        if (spec.nodes, spec.accounting) != (self.spec.nodes, self.spec.accounting):
-            raise ValueError("nodes and accounting can't change while the cluster runs")
+        if _FIXED(spec) != _FIXED(self.spec):
+            raise ValueError("nodes, accounting and prefix can't change while the cluster runs")
         slurm = [
             d.process for d in self.state.daemons if d.name.startswith(("slurmctld", "slurmd."))
         ]
@@ -241,3 +246,8 @@ class RunningCluster(SlurmClients):
     def _known_qos(self) -> set[str]:
         text = self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
         return set(re.findall(r"^QOS=([^(\s]+)", text, re.MULTILINE))
+
+
+def _with_slurm_of(spec: ClusterSpec, environment: Mapping[str, str]) -> Mapping[str, str]:
+    path = environment.get("PATH", os.defpath)
+    return {**environment, "PATH": machine.path_with_prefix(path, spec.prefix)}

@@ -6,6 +6,7 @@ import enum
 import re
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 __all__ = [
     "DEFAULT_CRED_EXPIRE",
@@ -147,6 +148,8 @@ class ClusterSpec:
     quick_scheduling: bool = True
     epilog: timedelta = timedelta(0)
     qos: tuple[QosSpec, ...] = ()
+    #: Where Slurm was installed by ``--prefix``; None is the one on PATH.
+    prefix: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "cpus", "memory_mib", "default_memory_per_cpu_mib"):

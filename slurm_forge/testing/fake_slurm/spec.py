@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
+from slurm_forge.slurm.versions import Release, has
 from slurm_forge.testing.cluster.spec import (
     PartitionPreemption,
     PartitionSpec,
@@ -63,8 +64,8 @@ class FakeSlurmSpec:
     @property
     def requeues_exit_in_grace(self) -> bool:
         """Whether a job that exits by itself inside its grace time is started again."""
-        year, month = (int(part) for part in self.version.split(".")[:2])
-        return (year, month) >= (24, 5)
+        release = Release.parse(self.version)
+        return release is not None and has(release, "requeues a job that exits in its grace time")
 
     @property
     def requeue_delay(self) -> timedelta:

@@ -1,8 +1,9 @@
 """``python -m tests.slurm.truth.fifty``: one run that is preempted again and again, for real.
 
 Right is: it finishes, with the bits of a run that nothing happened to, without a step computed
-twice; Slurm started it once more than it was preempted, never held it, and nobody requeued it
-twice; the journal has every interruption as what it was.
+twice; Slurm started it once more than it was preempted (from 24.05 on there may be one start more,
+of the finished run), never held it, and nobody requeued it twice; the journal has every
+interruption as what it was.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import Held
 from slurm_forge.journal.state import AttemptState
+from slurm_forge.slurm.versions import has
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster, Tracking
 from slurm_forge.testing.cluster.machine import why_not_here
 from slurm_forge.vocabulary.cause import Cause
@@ -42,7 +44,8 @@ _EVERY = 20
 #: before the last preemption.
 _PACE = 0.25
 _STEPS_EACH = 6
-_BACK_S = 60.0
+#: Not how long it takes: a busy machine is not what is judged.
+_BACK_S = 300.0
 _LOOK_S = 1.0
 
 
@@ -174,7 +177,10 @@ def _complaints(struck: _Struck, reference: Watched) -> Iterator[str]:
         yield f"{len(state.attempts)} attempts, right is {count + 1}"
     restarts = cluster.job(watched.job).restarts
     starts = [r for r in cluster.sacct(watched.job) if r.job_id == watched.job]
-    if restarts != count or len(starts) != count + 1:
+    # Newer Slurm takes the normal end of a job that was requeued in its grace time for one in the
+    # grace time, too, and starts it once more: DONE ends that start at once.
+    more = int(has(cluster.state.platform.version, "requeues a job that exits in its grace time"))
+    if not count <= restarts <= count + more or len(starts) != restarts + 1:
         yield f"Slurm counts {restarts} restarts and {len(starts)} starts for {count} interruptions"
     for attempt in state.attempts:
         if len(attempt.requeues) > 1:

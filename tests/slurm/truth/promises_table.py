@@ -23,7 +23,7 @@ from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster, Tracking
 from slurm_forge.testing.cluster.machine import why_not_here
 from tests.slurm.truth.promises import PROMISES, Kept, keep
 
-__all__ = ["main", "page"]
+__all__ = ["DOCUMENT", "main", "page"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Document:
     rows: tuple[Kept, ...] = ()
 
 
-_DOCUMENT = TypeAdapter(Document)
+DOCUMENT = TypeAdapter(Document)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [each for each in PROMISES if not given.only or each.name in given.only]
     rows: dict[str, Kept] = {}
     if given.json is not None and given.json.exists():
-        known = _DOCUMENT.validate_json(given.json.read_bytes()).rows
+        known = DOCUMENT.validate_json(given.json.read_bytes()).rows
         rows = {row.name: row for row in known if row.passed}
     left = [each.name for each in wanted if each.name not in rows]
     folder = Path(tempfile.mkdtemp(prefix="promises-", dir="/tmp"))
@@ -135,7 +135,7 @@ def _several(
 
 def _written(given: argparse.Namespace, document: Document) -> None:
     if given.json is not None:
-        given.json.write_bytes(_DOCUMENT.dump_json(document, indent=1) + b"\n")
+        given.json.write_bytes(DOCUMENT.dump_json(document, indent=1) + b"\n")
     if given.page is not None:
         given.page.write_text(page(document))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster, Tracking
 from slurm_forge.testing.cluster.machine import why_not_here
@@ -19,7 +20,10 @@ from tests.slurm.truth.cells import CELLS, Cell, cell_named
 from tests.slurm.truth.judging import WORDS, Row
 from tests.slurm.truth.ours import References, run_ours
 
-__all__ = ["main"]
+__all__ = ["ROWS", "main"]
+
+#: What ``--json`` holds; a later call goes on from it.
+ROWS = TypeAdapter(list[Row])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,22 +38,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.tracking != "both":
         wanted = [Tracking(given.tracking)]
     warnings.simplefilter("ignore")  # torch, on a checkpoint that one process reads
-    rows: list[Row] = []
+    rows = _known(given.json)
+
+    def done(row: Row) -> None:
+        print(_shown(row), flush=True)
+        rows[row.tracking, row.cell] = row
+        if given.json is not None:
+            given.json.write_bytes(ROWS.dump_json(list(rows.values()), indent=1) + b"\n")
+
     for tracking in wanted:
-        rows += _with_tracking(tracking, cells, stock=given.stock, keep=given.keep)
-    print(_totals(rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return 0 if all(row.passed or row.skipped for row in rows) else 1
+        left = [cell for cell in cells if (tracking.value, cell.name) not in rows]
+        if left:
+            _with_tracking(tracking, left, done, stock=given.stock, keep=given.keep)
+    print(_totals(list(rows.values())))
+    return 0 if all(row.passed or row.skipped for row in rows.values()) else 1
+
+
+def _known(file: Path | None) -> dict[tuple[str, str], Row]:
+    """What an earlier call came to; what was wrong then is tried again."""
+    if file is None or not file.exists():
+        return {}
+    rows = ROWS.validate_json(file.read_bytes())
+    return {(row.tracking, row.cell): row for row in rows if row.passed or row.skipped}
 
 
 def _with_tracking(
-    tracking: Tracking, cells: Sequence[Cell], *, stock: bool, keep: bool
-) -> list[Row]:
+    tracking: Tracking,
+    cells: Sequence[Cell],
+    done: Callable[[Row], None],
+    *,
+    stock: bool,
+    keep: bool,
+) -> None:
     place = Path(tempfile.mkdtemp(prefix="truth-", dir="/tmp"))
     place.chmod(0o755)
     beside = _stock() if stock else None
-    rows = []
     try:
         with SlurmCluster(place / "slurm", ClusterSpec(tracking=tracking)) as cluster:
             print(f"processes tracked by {cluster.tracking.value}", flush=True)
@@ -60,14 +83,12 @@ def _with_tracking(
                 if beside is not None and not row.skipped:
                     row = replace(row, stock=beside(cell, cluster, place / f"stock-{cell.name}"))
                     cluster.reset()
-                print(_shown(row), flush=True)
-                rows.append(row)
+                done(row)
     finally:
         if keep:
             print(f"the runs are in {place}")
         else:
             shutil.rmtree(place, ignore_errors=True)
-    return rows
 
 
 def _stock() -> Callable[[Cell, SlurmCluster, Path], str]:
@@ -113,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         help="how Slurm finds the processes of a job (default: %(default)s)",
     )
     parser.add_argument("--stock", action="store_true", help="stock submitit beside it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the table for programs, too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="the table for programs; goes on where it ends"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the runs where they are")
     return parser

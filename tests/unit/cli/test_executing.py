@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded
+from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded, Note
 from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
@@ -77,18 +77,18 @@ class Exec:
         self.parent = parent
         self.run = RunDirectory.at(folder / "runs" / "x")
 
-    def start(self, *words: str) -> Process:
+    def start(self, *words: str, **settings: str) -> Process:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         return self.parent.start(
             "slurm_forge.cli.main",
             ["exec", "--name", "x", *words],
             cwd=self.folder,
-            env={**environment, "SLURM_FORGE_NODES": "off"},
+            env={**environment, "SLURM_FORGE_NODES": "off", **settings},
             text=True,
         )
 
-    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*words)
+    def __call__(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words, **settings)
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
@@ -145,6 +145,27 @@ def test_a_progress_bar_tells_its_last_step(execute: Exec) -> None:
     assert execute("--step-pattern=step (\\d+)", "--", "bash", "-c", bar).returncode == 0
     (finished,) = execute.events(Finished)
     assert finished.step == 60
+
+
+def test_the_batch_step_of_slurm_26_05_is_no_step_of_sruns(execute: Exec) -> None:
+    batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_STEPID": "-5"}
+    place = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_CONF": str(execute.folder / "none")}
+    done = execute("--", "true", **batch, **place)
+    assert done.returncode == 0, done.stderr
+    assert execute.run.is_done()
+
+
+def test_what_is_not_understood_of_slurm_ends_nothing_and_is_noted_once(execute: Exec) -> None:
+    batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_CONF": str(execute.folder / "none")}
+    strange = {"SLURM_JOB_END_TIME": "tomorrow", "SLURM_JOB_PARTITION": "a b"}
+    command = ("--", "sh", "-c", "test $SLURM_FORGE_RESTARTS -ge 1")
+    assert execute(*command, **batch, **strange).returncode == 0
+    notes = [each.text for each in execute.events(Note) if isinstance(each, Note)]
+    told = [each for each in notes if each.startswith("not understood, and done without: ")]
+    assert sorted(each.partition(": ")[2] for each in told) == [
+        "SLURM_JOB_END_TIME='tomorrow'",
+        "SLURM_JOB_PARTITION='a b'",
+    ]
 
 
 def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.launch.own_script import for_successor
+from slurm_forge.launch.own_script import arguments_of, for_successor
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
 
 SCRIPT = """#!/bin/bash
 #SBATCH --array=0-9 --mem=1G
@@ -44,3 +47,28 @@ def test_arguments_come_as_they_were(arguments: list[str]) -> None:
     assert script is not None
     out = subprocess.run(["bash"], input=script.encode(), capture_output=True, check=True).stdout
     assert out.decode().split("\0")[:-1] == arguments
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "arguments"),
+    [
+        ("/home/u/train.sbatch 60 x", None, ["60", "x"]),
+        # As 26.05.3 shows it.
+        ("/home/u/train.sbatch", "sbatch --parsable /home/u/train.sbatch 60 x", ["60", "x"]),
+        ("/home/u/train.sbatch", "sbatch -p long train.sbatch 60", ["60"]),
+        ("/home/u/train.sbatch", "sbatch train.sbatch", []),
+        (None, "sbatch --wrap=true", []),
+    ],
+)
+def test_the_arguments_of_a_script(
+    command: str | None, line: str | None, arguments: list[str]
+) -> None:
+    record = JobRecord(
+        job_id=2,
+        name="own",
+        state=JobState.RUNNING,
+        state_text="RUNNING",
+        command=command,
+        submit_line=line,
+    )
+    assert arguments_of(record) == arguments

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.slurm.environment import SlurmEnvironment, SpecialStep
+from slurm_forge.slurm.versions import Unrecognized
 
 TASK = {
     "SLURM_JOB_ID": "8812301",
@@ -33,7 +34,7 @@ def read(**changes: str) -> SlurmEnvironment:
 
 def test_a_rank_finds_its_place() -> None:
     environment = read()
-    assert (environment.job_id, environment.step_id, environment.procid) == (8812301, 3, 5)
+    assert (environment.job_id, environment.step, environment.procid) == (8812301, 3, 5)
     assert (environment.localid, environment.nodeid, environment.ntasks) == (1, 2, 8)
     assert environment.nodes == ("n01", "n02", "n03", "n04")
     assert environment.step_nodes == ("n01", "n02", "n03")
@@ -65,6 +66,33 @@ def test_start_and_end_are_read_where_slurm_gives_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("0", 0),
+        ("4294967280", 4294967280),
+        # As 26.05 writes them, and as others do that print them without a sign.
+        ("-5", SpecialStep.BATCH),
+        ("4294967291", SpecialStep.BATCH),
+        ("-4", SpecialStep.EXTERN),
+        ("4294967290", SpecialStep.INTERACTIVE),
+        ("-3", SpecialStep.PENDING),
+    ],
+)
+def test_a_reserved_step_id_is_no_step_of_sruns(text: str, step: int | SpecialStep) -> None:
+    environment = read(SLURM_STEP_ID=text)
+    assert environment.step == step
+    assert environment.in_srun_step is isinstance(step, int)
+    assert environment.unrecognized == ()
+
+
+@pytest.mark.parametrize("text", ["-7", "4294967289", "s7XQ.batch", "- 5"])
+def test_a_step_of_a_kind_not_known_here_is_no_error(text: str) -> None:
+    environment = read(SLURM_STEP_ID=text)
+    assert environment.step is SpecialStep.UNKNOWN
+    assert environment.unrecognized == (Unrecognized("SLURM_STEP_ID", text),)
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("SLURM_JOB_ID", "1; x"),
@@ -74,19 +102,43 @@ def test_start_and_end_are_read_where_slurm_gives_them() -> None:
         ("SLURM_JOB_ID", "\N{SUPERSCRIPT TWO}"),
         ("SLURM_ARRAY_TASK_ID", "1,2"),
         ("SLURM_PROCID", "0x1"),
-        ("SLURM_RESTART_COUNT", "many"),
         ("SLURM_JOB_NODELIST", "n1;x"),
         ("SLURM_JOB_NODELIST", "n[0-999999999]"),
-        ("SLURMD_NODENAME", "../n1"),
-        ("SLURM_JOB_PARTITION", "--clusters=other"),
-        ("SLURM_CLUSTER_NAME", "a b"),
-        ("SLURM_JOB_END_TIME", "99999999999999999"),
     ],
 )
-def test_what_slurm_would_not_write_is_refused_by_name(name: str, text: str) -> None:
+def test_what_names_the_job_or_a_rank_is_refused_where_slurm_would_not_write_it(
+    name: str, text: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         SlurmEnvironment.from_environ({**TASK, name: text})
     assert refusal.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "attribute"),
+    [
+        ("SLURM_RESTART_COUNT", "many", "restart_count"),
+        ("SLURM_NNODES", "4-8", "nnodes"),
+        ("SLURM_STEP_NODELIST", "n1;x", "step_nodes"),
+        ("SLURMD_NODENAME", "../n1", "node_name"),
+        ("SLURM_JOB_PARTITION", "--clusters=other", "partition"),
+        ("SLURM_CLUSTER_NAME", "a b", "cluster_name"),
+        ("SLURM_JOB_END_TIME", "99999999999999999", "end_time"),
+        ("SLURM_JOB_START_TIME", "2026-11-21T09:17:00", "start_time"),
+    ],
+)
+def test_what_a_run_can_do_without_is_left_out_and_told(
+    name: str, text: str, attribute: str
+) -> None:
+    environment = read(**{name: text})
+    assert not getattr(environment, attribute)
+    assert environment.unrecognized == (Unrecognized(name, text),)
+
+
+def test_the_batch_step_does_without_the_numbers_of_a_rank() -> None:
+    environment = read(SLURM_STEP_ID="-5", SLURM_PROCID="0/4", SLURM_NTASKS="8(x2)")
+    assert (environment.procid, environment.ntasks) == (None, None)
+    assert [each.name for each in environment.unrecognized] == ["SLURM_PROCID", "SLURM_NTASKS"]
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TASK)), st.text(max_size=12)))

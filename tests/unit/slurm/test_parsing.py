@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime, timedelta, timezone
@@ -396,3 +397,47 @@ def test_any_name_of_one_line_is_read_back(name: str) -> None:
 def test_whether_nodes_are_cleaned_up_after_a_job(line: str, known: bool) -> None:
     text = f"Configuration data as of now\nClusterName             = hill\n{line}\n"
     assert parse_config(text).has_epilog is known
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "attribute"),
+    [
+        ("SubmitTime", "2026-W47-6 02:07", "submit_time"),
+        ("EndTime", "in 5 min", "end_time"),
+        ("TimeLimit", "PT1H", "time_limit"),
+        ("Requeue", "YES", "requeue"),
+        ("ExitCode", "0:0:0", "exit_code"),
+        ("Priority", "4.2e9", "priority"),
+        ("NumNodes", "two", "num_nodes"),
+        ("MinMemoryNode", "2 gigabytes", "memory_per_node"),
+    ],
+)
+def test_a_value_in_a_form_not_known_here_costs_no_more_than_itself(
+    key: str, value: str, attribute: str
+) -> None:
+    written = re.sub(rf"(?<=\b{key}=)\S+", value, text("job_running"), count=1)
+    (record,) = parse_jobs(written, timezone.utc)
+    assert getattr(record, attribute) is None
+    (told,) = record.unrecognized
+    assert (told.name, told.value) == (f"scontrol show job: {key}", value)
+    whole = replace(job("job_running"), **{attribute: None}, unrecognized=(told,))
+    assert record == whole
+
+
+def test_a_state_not_known_here_is_told_and_no_error() -> None:
+    written = text("job_running").replace("JobState=RUNNING", "JobState=HIBERNATING")
+    (record,) = parse_jobs(written, timezone.utc)
+    assert (record.state, record.state_text) == (JobState.UNKNOWN, "HIBERNATING")
+    assert [each.value for each in record.unrecognized] == ["HIBERNATING"]
+    (queued,) = parse_queue("7|7|HIBERNATING|None|preempt|tomorrow")
+    assert (queued.state, queued.start_time) == (JobState.UNKNOWN, None)
+    assert len(queued.unrecognized) == 2
+    (past,) = parse_accounting("7|7|HIBERNATING|0:0|0:0|x|y|z|n1")
+    assert past.state is JobState.UNKNOWN and len(past.unrecognized) == 4
+
+
+def test_a_configuration_keeps_what_can_be_read_of_it() -> None:
+    written = re.sub(r"(?m)^KillWait .*$", "KillWait = soon", text("config"))
+    config = parse_config(written)
+    assert config.kill_wait is None and config.cluster_name is not None
+    assert [str(each) for each in config.unrecognized] == ["scontrol show config: KillWait='soon'"]

@@ -212,7 +212,7 @@ def test_cancellations_and_their_reasons() -> None:
             "[2026-11-22T02:48:12.001] error: *** JOB 9 ON n1 CANCELLED AT 2026-11-22T02:48:12 DUE "
             "to SIGNAL Terminated ***",
             "9",
-            "SIGNAL TERMINATED",
+            "",
         ),
         (
             "srun: error: *** STEP 12.0 CANCELLED AT 2026-11-22T02:48:12 DUE TO TIME LIMIT ***",
