@@ -111,6 +111,8 @@ class LaunchTelling:
             case ev.LaunchEnded():
                 self.ended, self.outcome = time, event.outcome
                 self._reach(event.step)
+                if event.outcome == "finished" and event.step is None and self._is_program():
+                    self.step = None  # what its files are numbered by need not be steps
             case ev.Resumed():
                 self._resumed(event, time)
             case ev.Finished() if self._is_program() and not event.step:

@@ -17,7 +17,13 @@ from slurm_forge.cli.main import app
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord, QueueRecord
+from slurm_forge.slurm.records import (
+    AccountingRecord,
+    ConfigRecord,
+    JobRecord,
+    PartitionRecord,
+    QueueRecord,
+)
 from tests.unit.report.journals import Scribe
 
 # The commands are made of their functions once, as in a process of its own, not for every line.
@@ -54,6 +60,9 @@ class PretendSlurm:
             is_default=True,
         ),
     )
+
+    def accounting(self, job: str) -> tuple[AccountingRecord, ...]:
+        return ()
 
     def show_config(self) -> ConfigRecord:
         self._maybe_fail()
