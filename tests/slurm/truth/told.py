@@ -11,7 +11,7 @@ from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.states import JobState, parse_state
 from tests.slurm.harness import environment
 from tests.slurm.truth.cells import Cell, Submission
-from tests.slurm.truth.judging import Ended
+from tests.slurm.truth.judging import Ended, idle_starts
 from tests.slurm.truth.words import Claim, Deeds, claims, deeds_on_disk, told_now
 
 __all__ = ["claims_of"]
@@ -51,7 +51,7 @@ def _deeds(cell: Cell, ended: Ended) -> Deeds:
     launched = {(r.attempt, r.launch) for r in records if isinstance(r.event, LaunchStarted)}
     found = replace(
         found,
-        starts=ended.starts - expected.idle_starts if cell.journal else None,
+        starts=ended.starts - idle_starts(cell, ended) if cell.journal else None,
         launches=len(launched) if cell.journal else None,
         state=parse_state(last.state),
         held=last.state == "PENDING" and "held" in last.reason.lower(),
