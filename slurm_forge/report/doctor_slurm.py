@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.report.doctor import Mark, Section, Told
+from slurm_forge.report.doctor import Mark, Section, Told, clock_difference
 from slurm_forge.report.text import clean
 from slurm_forge.slurm.survey import Question, Reply, Survey
 from slurm_forge.units import words_for_duration as _words
@@ -60,7 +60,8 @@ def slurm_section(survey: Survey) -> Section:
     about = ""
     if config is not None:
         about = f"{clean(config.cluster_name, 64)}, Slurm {clean(config.version or '?', 32)}"
-    return Section("Slurm", about, (*_questions(survey), *_settings(survey)))
+    clocks = clock_difference(survey.clock_ahead_s, "the controller's")
+    return Section("Slurm", about, (*_questions(survey), *clocks, *_settings(survey)))
 
 
 def _questions(survey: Survey) -> Iterator[Told]:
