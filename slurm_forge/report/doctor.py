@@ -57,14 +57,13 @@ class Section:
     told: tuple[Told, ...] = ()
 
 
-def clock_difference(ahead_s: float | None, whose: str) -> Iterator[Told]:
+def clock_difference(ahead_s: float | None, whose: str, consequence: str) -> Iterator[Told]:
     """A line where this machine's clock is ahead of, or behind, ``whose`` by several seconds."""
     if ahead_s is not None and abs(ahead_s) > _CLOCK_S:
         side = "ahead of" if ahead_s > 0 else "behind"
         yield Told(
             Mark.WARNING,
-            f"this machine's clock is {span(abs(ahead_s))} {side} {whose}. No decision rests on "
-            "clocks; times that are told are off by as much.",
+            f"this machine's clock is {span(abs(ahead_s))} {side} {whose}. {consequence}",
             "Tell the administrators: clocks of a cluster are kept equal (chronyc tracking).",
         )
 

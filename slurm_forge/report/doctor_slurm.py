@@ -60,7 +60,12 @@ def slurm_section(survey: Survey) -> Section:
     about = ""
     if config is not None:
         about = f"{clean(config.cluster_name, 64)}, Slurm {clean(config.version or '?', 32)}"
-    clocks = clock_difference(survey.clock_ahead_s, "the controller's")
+    clocks = clock_difference(
+        survey.clock_ahead_s,
+        "the controller's",
+        "A run saves before the end of its time limit by the clock of its first node: where that "
+        "differs as well, it saves too early, or too late.",
+    )
     return Section("Slurm", about, (*_questions(survey), *clocks, *_settings(survey)))
 
 

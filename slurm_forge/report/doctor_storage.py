@@ -165,7 +165,11 @@ def _tried(tried: Tried | None) -> Iterator[Told]:
             Mark.WARNING if slow else Mark.OK,
             f"exclusive creation, fsync and rename work: {span(tried.publish_s)} for a small file.",
         )
-    yield from clock_difference(tried.clock_ahead_s, "the file system's")
+    yield from clock_difference(
+        tried.clock_ahead_s,
+        "the file system's",
+        "No decision rests on that; times that are told are off by as much.",
+    )
     match tried.locks:
         case Locks.WORK:
             yield Told(Mark.OK, "locks hold between processes of this host.")
