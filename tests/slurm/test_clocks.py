@@ -1,8 +1,10 @@
 """Two attempts on nodes whose clocks differ by an hour: every wall clock that Python reads is off.
 
 Not by libfaketime: under that of Debian (0.9.10) either ``time.sleep`` fails with EINVAL or
-``threading.Event.wait`` never returns, by whether it leaves the monotonic clock alone.  The limit
-of the job is far away, because its end is compared with the node's clock.
+``threading.Event.wait`` never returns, by whether it leaves the monotonic clock alone.
+
+Not claimed here: that nothing is lost at the stop itself.  The end that Slurm plans (of the time
+limit, hence one that is far away here, and of the grace time) is compared with the node's clock.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def test_clocks_that_differ_by_an_hour_change_nothing(
     slurm: SlurmCluster, tmp_path: Path, ahead_s: tuple[int, int]
 ) -> None:
     undisturbed = started(slurm, tmp_path / "undisturbed", pace=0.0)
-    undisturbed.wait_finished()
+    reference = undisturbed.wait_finished()
     watched = started(slurm, tmp_path / "disturbed", pace=0.2, ahead_s=ahead_s)
     before = watched.wait_step(45, seconds=120)
     slurm.preempt(watched.job)
@@ -83,8 +85,9 @@ def test_clocks_that_differ_by_an_hour_change_nothing(
     assert [each.cause for _, each in first.incidents] == [Cause.NON_FINITE, Cause.PREEMPTED]
     assert second.incidents == ()
     assert state.fenced == ()
-    assert before.plan.lr_factor == 0.5 and state.plan == before.plan
-    assert state.spent == before.spent
+    assert before.plan.lr_factor == 0.5 and before.spent
+    # What was spent is free again once training is past the trouble.
+    assert (state.plan, state.spent) == (reference.plan, reference.spent)
     assert suspects(before)
     still_known = {str(each.name) for each in state.known}
     assert suspects(before) & still_known <= suspects(state)
