@@ -74,7 +74,12 @@ def advance(state: RunState, record: Record) -> RunState:
             return _submitted(replace(state, asked_after=newest))
         case ev.AttemptStarted():
             attempt = AttemptState(
-                number=record.attempt, job=event.job, nodes=event.nodes, via=event.via, started=time
+                number=record.attempt,
+                job=event.job,
+                nodes=event.nodes,
+                via=event.via,
+                started=time,
+                restart_count=event.restart_count,
             )
             return replace(
                 state,

@@ -63,6 +63,7 @@ class AttemptState:
     nodes: tuple[str, ...]
     via: str
     started: float
+    restart_count: int = 0
     ended: float | None = None
     outcome: str = ""
     launches: tuple[LaunchState, ...] = ()

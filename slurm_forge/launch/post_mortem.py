@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
@@ -95,7 +95,7 @@ def post_mortem(
 def _ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> Ending:
     launch = last.launches[-1] if last.launches else None
     ending = Ending(
-        started=datetime.fromtimestamp(last.started, tz=timezone.utc),
+        restart_count=last.restart_count,
         host=last.nodes[0] if last.nodes else "its node",
         step=None if launch is None else launch.step,
         # A machine without Slurm starts nothing by itself.

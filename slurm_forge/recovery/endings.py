@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from slurm_forge.recovery.launch_facts import RankFailure
-from slurm_forge.recovery.slurm_says import BY_STATE, SAME_START, of_node
+from slurm_forge.recovery.slurm_says import BY_STATE, of_node
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -24,12 +24,13 @@ __all__ = ["Ending", "cause_of_ending", "is_cancelled", "supervisor_lost"]
 class Ending:
     """What is left of an attempt that ended without a word.
 
-    ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts.
+    ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts, the
+    earliest first.  ``restart_count`` tells which of the job's starts the attempt was.
     ``restarted``: the same job was started again, which Slurm does by itself after a preemption or
     a node failure, else only where somebody asks for it.
     """
 
-    started: datetime
+    restart_count: int
     host: str
     step: int | None = None
     restarted: bool = False
@@ -100,20 +101,28 @@ def _of_nodes(ending: Ending) -> tuple[Evidence, ...]:
 
 
 def _row(ending: Ending) -> AccountingRecord | None:
-    """The accounting of that very start: the last that had begun by then, and not ended before.
+    """The accounting of that very start, found by its number: clocks of nodes are not compared.
 
-    Between Slurm's start and ours lie a prolog and the script's own setup.
+    Slurm gives a job a new SubmitTime at each requeue (tried on 22.05.8 and 26.05.3).  Where the
+    last row has that of the job's record, it is the newest start's, and rows are counted back from
+    it: the oldest may be purged.  Otherwise the database lags behind, or the controller does not
+    know the job any more, and rows are counted from the first start on.
     """
-    found = [
-        row
-        for row in ending.rows
-        if row.step is None
-        and row.state in BY_STATE  # the start after it may have its own row already
-        and row.start_time is not None
-        and row.start_time <= ending.started + SAME_START
-        and (row.end_time is None or row.end_time >= ending.started)
+    # Of a heterogeneous job there are rows of each component.
+    starts = [
+        row for row in ending.rows if row.step is None and row.job_id == ending.rows[0].job_id
     ]
-    return max(found, key=lambda row: row.start_time or ending.started, default=None)
+    index, newest = ending.restart_count, ending.record
+    if (
+        newest is not None
+        # While a requeued job is completing, Restarts has gone up and SubmitTime has not.
+        and newest.state is not JobState.COMPLETING
+        and starts
+        and starts[-1].submit_time == newest.submit_time is not None
+    ):
+        index = len(starts) - 1 - (newest.restarts - ending.restart_count)
+    row = starts[index] if 0 <= index < len(starts) else None
+    return row if row is not None and row.state in BY_STATE else None
 
 
 def _noticed(ending: Ending) -> tuple[Evidence, ...]:

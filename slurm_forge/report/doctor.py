@@ -9,7 +9,7 @@ from enum import Enum
 
 from slurm_forge.launch.foreseen import Foreseen
 from slurm_forge.recovery.prediction import BroughtBack, FirstSignal, Prediction, ResumesFrom
-from slurm_forge.report.text import clean
+from slurm_forge.report.text import clean, span
 from slurm_forge.site.comparing import Difference, Kind
 from slurm_forge.site.model import PreemptionMode
 from slurm_forge.units import words_for_duration
@@ -19,11 +19,13 @@ __all__ = [
     "PlaceShown",
     "Section",
     "Told",
+    "clock_difference",
     "place_shown",
     "places_section",
     "site_section",
 ]
 
+_CLOCK_S = 5.0
 #: Of differences, QOS and partitions that nobody can read all of.
 _SHOWN = 12
 
@@ -53,6 +55,17 @@ class Section:
     title: str
     about: str = ""
     told: tuple[Told, ...] = ()
+
+
+def clock_difference(ahead_s: float | None, whose: str, consequence: str) -> Iterator[Told]:
+    """A line where this machine's clock is ahead of, or behind, ``whose`` by several seconds."""
+    if ahead_s is not None and abs(ahead_s) > _CLOCK_S:
+        side = "ahead of" if ahead_s > 0 else "behind"
+        yield Told(
+            Mark.WARNING,
+            f"this machine's clock is {span(abs(ahead_s))} {side} {whose}. {consequence}",
+            "Tell the administrators: clocks of a cluster are kept equal (chronyc tracking).",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.report.doctor import Mark, Section, Told
+from slurm_forge.report.doctor import Mark, Section, Told, clock_difference
 from slurm_forge.report.text import clean
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.survey import Question, Reply, Survey
@@ -63,7 +63,13 @@ def slurm_section(survey: Survey) -> Section:
     about = ""
     if config is not None:
         about = f"{clean(config.cluster_name, 64)}, Slurm {clean(config.version or '?', 32)}"
-    told = (*_questions(survey), *_version(survey), *_settings(survey))
+    clocks = clock_difference(
+        survey.clock_ahead_s,
+        "the controller's",
+        "A run saves before the end of its time limit by the clock of its first node: where that "
+        "differs as well, it saves too early, or too late.",
+    )
+    told = (*_questions(survey), *_version(survey), *clocks, *_settings(survey))
     return Section("Slurm", about, told)
 
 

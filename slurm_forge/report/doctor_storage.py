@@ -9,7 +9,7 @@ from datetime import timedelta
 from slurm_forge.launch.foreseen import Foreseen
 from slurm_forge.recovery.interval import ASSUMED, Advice
 from slurm_forge.recovery.prediction import ResumesFrom
-from slurm_forge.report.doctor import Mark, Section, Told
+from slurm_forge.report.doctor import Mark, Section, Told, clock_difference
 from slurm_forge.report.purge import PurgeRule, purge_outlook
 from slurm_forge.report.text import clean, plural, span
 from slurm_forge.site.model import Storage
@@ -24,7 +24,6 @@ __all__ = ["StorageFacts", "checkpoint_section", "storage_section"]
 _LITTLE = 10 << 30
 _FEW_FILES = 10_000
 _SLOW_S = 1.0
-_CLOCK_S = 5.0
 #: Scratch of one host: compute nodes do not see it.
 _OF_ONE_HOST = frozenset({"tmpfs", "ramfs", "overlay", "ext4", "ext3", "xfs", "btrfs", "zfs"})
 
@@ -166,7 +165,11 @@ def _tried(tried: Tried | None) -> Iterator[Told]:
             Mark.WARNING if slow else Mark.OK,
             f"exclusive creation, fsync and rename work: {span(tried.publish_s)} for a small file.",
         )
-    yield from _clock(tried.clock_ahead_s)
+    yield from clock_difference(
+        tried.clock_ahead_s,
+        "the file system's",
+        "No decision rests on that; times that are told are off by as much.",
+    )
     match tried.locks:
         case Locks.WORK:
             yield Told(Mark.OK, "locks hold between processes of this host.")
@@ -178,17 +181,6 @@ def _tried(tried: Tried | None) -> Iterator[Told]:
             )
         case _:
             yield Told(Mark.NOTE, f"locks: {tried.locks.value}.")
-
-
-def _clock(ahead: float | None) -> Iterator[Told]:
-    if ahead is not None and abs(ahead) > _CLOCK_S:
-        side = "ahead of" if ahead > 0 else "behind"
-        yield Told(
-            Mark.WARNING,
-            f"this machine's clock is {span(abs(ahead))} {side} the file system's. No decision "
-            "rests on clocks; times that are told are off by as much.",
-            "Tell the administrators: clocks of a cluster are kept equal (chronyc tracking).",
-        )
 
 
 def _purge(storage: Storage | None) -> Iterator[Told]:

@@ -59,6 +59,8 @@ _COUNT = re.compile(r"(?P<low>[0-9]{1,10})(?:-[0-9]{1,10})?")
 _CONFIG_LINE = re.compile(r"(?P<key>[A-Za-z][A-Za-z0-9_]*)\s*= ?(?P<value>.*)")
 #: One line for each of several in newer versions: ``Epilog[0]``.
 _EPILOG = re.compile(r"^Epilog(?:Slurmctld)?(?:\[[0-9]+\])?\s*= (?!\(null\))\S", re.M)
+#: By the controller's clock as it answers (_fill_ctld_conf in src/slurmctld/proc_req.c).
+_CONFIG_TIME = re.compile(r"^Configuration data as of (\S+)$", re.M)
 _YES_NO = {"yes": True, "no": False}
 _VERSION = re.compile(r"[0-9]+(?:\.[0-9A-Za-z-]+)+")
 #: scontrol adds who gave the reason, and when.
@@ -108,8 +110,10 @@ def parse_config(text: str) -> ConfigRecord:
     if name is None:
         raise _not_understood(read.command, "no ClusterName in it", text)
     version = _VERSION.search(values.get("SLURM_VERSION", ""))
+    answered = _CONFIG_TIME.search(text)
     return ConfigRecord(
         cluster_name=name,
+        controller_time=None if answered is None else _time_or_none(answered[1], None),
         version=None if version is None else version[0],
         preempt_type=read.text("PreemptType"),
         preempt_mode=read.text("PreemptMode"),
@@ -307,7 +311,7 @@ def _node(read: _Fields) -> NodeRecord:
 
 
 def _time_or_none(text: str, zone: tzinfo | None) -> datetime | None:
-    # Anybody may write something in brackets at the end of a reason.
+    # Of a text that need not hold one: a reason that ends in brackets, a heading.
     try:
         return to_time(text, zone)
     except ValueError:

@@ -204,6 +204,8 @@ class ConfigRecord:
     """What of ``scontrol show config`` decides how a job ends and starts again."""
 
     cluster_name: str | None = None
+    #: What the controller's clock showed when it answered.
+    controller_time: datetime | None = None
     version: str | None = None
     preempt_type: str | None = None
     preempt_mode: str | None = None

@@ -7,6 +7,7 @@ facts unknown (None) and a ``Question`` that says so.  Nothing is guessed.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,6 +85,8 @@ class Survey:
     #: Of the compute nodes, as ``uname -m`` says it.
     architecture: str | None = None
     questions: tuple[Question, ...] = ()
+    #: By how many seconds this machine's clock is at least ahead of the controller's.
+    clock_ahead_s: float | None = None
 
     @property
     def has_database(self) -> bool | None:
@@ -94,10 +97,12 @@ class Survey:
         return kind.removeprefix("accounting_storage/") not in ("", "none")
 
 
-def take_survey(slurm: Asks, user: str) -> Survey:
+def take_survey(slurm: Asks, user: str, *, wall: Callable[[], float] = time.time) -> Survey:
     """Ask everything, in the order in which it matters; a controller that is gone is asked once."""
     asked = _Asked(slurm)
+    before = wall()
     config = asked.of("scontrol", "show", "config", read=parse_config)
+    clock_ahead_s = None if config is None else _clock_ahead(config, before, wall())
     partitions = asked.of("scontrol", "-a", "show", "partition", read=parse_partitions)
     if partitions is None:
         partitions = asked.again(
@@ -123,7 +128,16 @@ def take_survey(slurm: Asks, user: str) -> Survey:
         associations=associations,
         default_account=account,
         questions=tuple(asked.questions),
+        clock_ahead_s=clock_ahead_s,
     )
+
+
+def _clock_ahead(config: ConfigRecord, before: float, after: float) -> float | None:
+    """0 where the controller's whole second lies between the question and the answer."""
+    if config.controller_time is None:
+        return None
+    controller = config.controller_time.timestamp()
+    return max(before - (controller + 1), 0.0) - max(controller - after, 0.0)
 
 
 def survey_accounts(slurm: Asks, user: str, config: ConfigRecord) -> Survey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,19 @@ def test_a_controller_that_does_not_answer_is_told_once(
     pretend(Recorded({}, {"s": late}), monkeypatch)
     text = plain(shell("doctor").stdout)
     assert "`scontrol show config`: no answer within 10 s. ->" in text
+
+
+@pytest.mark.parametrize(
+    ("off", "words"),
+    [(0, ""), (-3600, "ahead of the controller's"), (3600, "behind the controller's")],
+)
+def test_a_clock_that_differs_from_the_controllers_is_told(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, off: int, words: str
+) -> None:
+    answers = recorded("v22")
+    now = f"as of {round(time.time()) + off}\n"
+    config = answers["scontrol show config"].replace("as of 1795255017\n", now)
+    pretend(Recorded(answers | {"scontrol show config": config}), monkeypatch)
+    text = plain(shell("doctor").stdout)
+    assert ("the controller's" in text) is bool(words)
+    assert words in text

@@ -36,7 +36,11 @@ class Answers:
     """A Slurm that knows one job, and remembers what it was asked to do."""
 
     job: JobRecord | None = RUNNING
+    #: How each of its starts so far has ended, by accounting, and how many there were.
     ended: str = ""
+    starts: int = 1
+    #: By how much the controller's clock is ahead of ours.
+    ahead: timedelta = timedelta()
     down: tuple[str, ...] = ()
     reachable: bool = True
     asked: list[str] = field(default_factory=list)
@@ -57,17 +61,17 @@ class Answers:
         self._reach("sacct")
         if not self.ended:
             return ()
-        began = datetime.now(timezone.utc) - timedelta(seconds=1)
-        return (
-            AccountingRecord(
-                job_ref=job,
-                step=None,
-                job_id=int(job),
-                state=parse_state(self.ended),
-                state_text=self.ended,
-                start_time=began,
-            ),
+        began = datetime.now(timezone.utc) - timedelta(seconds=1) + self.ahead
+        row = AccountingRecord(
+            job_ref=job,
+            step=None,
+            job_id=int(job),
+            state=parse_state(self.ended),
+            state_text=self.ended,
+            start_time=began,
+            end_time=began + timedelta(seconds=2),
         )
+        return (row,) * self.starts
 
     def show_nodes(self, names: Sequence[str]) -> tuple[NodeRecord, ...]:
         self._reach("scontrol")
@@ -140,6 +144,16 @@ def test_the_next_attempt_says_how_the_last_one_ended(run: RunDirectory) -> None
     assert second.incidents == () and state.status is RunStatus.RUNNING
 
 
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_how_it_ended_is_found_though_slurms_clock_is_hours_off(
+    run: RunDirectory, hours: int
+) -> None:
+    trained(run)
+    start(run, Answers(ended="TIMEOUT", ahead=timedelta(hours=hours)), restarts=1)
+    ((_, incident),) = state_of(run).attempts[0].incidents
+    assert (incident.cause, incident.confidence) == (Cause.TIME_LIMIT, Confidence.CERTAIN)
+
+
 def test_an_attempt_that_said_itself_how_it_ended_is_believed(run: RunDirectory) -> None:
     attempt = trained(run)
     now = datetime.now(timezone.utc)
@@ -173,7 +187,7 @@ def test_supervisors_that_die_again_and_again_end_in_a_hold(run: RunDirectory) -
     attempt: Attempt | Refusal = trained(run)
     while isinstance(attempt, Attempt) and attempt.verdict is None and starts < 50:
         starts += 1
-        attempt = start(run, Answers(ended="FAILED"), restarts=starts)
+        attempt = start(run, Answers(ended="FAILED", starts=starts), restarts=starts)
         if isinstance(attempt, Attempt) and attempt.verdict is None:
             attempt.journal.write(ev.LaunchStarted(world_size=2, nodes=("n1", "n2")))
     assert isinstance(attempt, Attempt) and attempt.verdict is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurm_forge.recovery.endings import Ending, cause_of_ending, supervisor_lost
 from slurm_forge.recovery.launch_facts import RankFailure
+from slurm_forge.recovery.slurm_says import BY_STATE
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -17,21 +21,16 @@ START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
 
 
 def row(
-    state: str,
-    *,
-    started: datetime = START,
-    step: str | None = None,
-    ended: datetime | None = None,
+    state: str, *, submitted: datetime = START, step: str | None = None, job_id: int = 7
 ) -> AccountingRecord:
     return AccountingRecord(
         job_ref="7",
         step=step,
-        job_id=7,
+        job_id=job_id,
         state=parse_state(state),
         state_text=state,
         exit_code=(0, 9),
-        start_time=started,
-        end_time=ended,
+        submit_time=submitted,
     )
 
 
@@ -42,7 +41,7 @@ def record(**values: Any) -> JobRecord:
 
 
 def ending(**values: Any) -> Ending:
-    return Ending(**{"started": START + timedelta(seconds=2), "host": "n1", "step": 40, **values})
+    return Ending(**{"restart_count": 0, "host": "n1", "step": 40, **values})
 
 
 @pytest.mark.parametrize(
@@ -82,27 +81,86 @@ def test_accounting_says_how_it_ended(state: str, cause: Cause, confidence: Conf
     assert (state in told) is (confidence is not Confidence.GUESS)
 
 
-def test_of_many_starts_the_one_that_is_meant() -> None:
-    rows = [
-        row("PREEMPTED", started=START - timedelta(hours=2), ended=START - timedelta(hours=1)),
-        row("NODE_FAIL"),
-        row("CANCELLED by 1", step="0"),
-        row("RUNNING", started=START + timedelta(minutes=9)),
-    ]
-    assert cause_of_ending(ending(rows=rows), "3.1").cause is Cause.NODE_FAIL
-    far = cause_of_ending(ending(rows=rows[:1]), "3.1")
-    assert far.cause is Cause.UNKNOWN, "another start's end is not this one's"
+def starts(*states: str) -> list[AccountingRecord]:
+    """The rows of a job that was requeued each hour, with those of its steps."""
+    rows: list[AccountingRecord] = []
+    for number, state in enumerate(states):
+        submitted = START + timedelta(hours=number)
+        rows.append(row(state, submitted=submitted))
+        rows.append(row("CANCELLED by 1", submitted=submitted, step="0"))
+    return rows
 
 
-def test_the_start_that_follows_at_once_is_not_taken_for_it() -> None:
-    rows = [row("PREEMPTED", ended=START + timedelta(seconds=20))]
-    rows.append(row("RUNNING", started=START + timedelta(seconds=40)))
-    assert cause_of_ending(ending(rows=rows, restarted=True), "3.1").cause is Cause.PREEMPTED
+def again(restarts: int, **values: Any) -> JobRecord:
+    """What scontrol says of such a job in its newest start."""
+    submitted = START + timedelta(hours=restarts)
+    return record(restarts=restarts, submit_time=submitted, **values)
 
 
-def test_a_prolog_may_take_its_time_before_we_begin() -> None:
-    slow = row("PREEMPTED", started=START - timedelta(minutes=9), ended=START + timedelta(hours=1))
-    assert cause_of_ending(ending(rows=[slow]), "3.1").cause is Cause.PREEMPTED
+#: Rows, the number of the attempt's start, the job's record, and the cause.
+OF_STARTS = {
+    "the one before the newest": (
+        starts("PREEMPTED", "NODE_FAIL", "RUNNING"), 1, again(2), Cause.NODE_FAIL,
+    ),
+    "the newest but two": (
+        starts("TIMEOUT", "NODE_FAIL", "FAILED", "RUNNING"), 1, again(3), Cause.NODE_FAIL,
+    ),
+    "the oldest rows are purged": (
+        starts("PREEMPTED", "NODE_FAIL", "TIMEOUT", "RUNNING")[4:], 2, again(3), Cause.TIME_LIMIT,
+    ),
+    "it waits in the queue again": (
+        starts("NODE_FAIL", "PENDING"), 0, again(1, state=JobState.PENDING), Cause.NODE_FAIL,
+    ),
+    "another job, which has ended": (
+        starts("PREEMPTED", "TIMEOUT"), 1, again(1, state=JobState.TIMEOUT), Cause.TIME_LIMIT,
+    ),
+    "the controller has forgotten the job": (
+        starts("PREEMPTED", "TIMEOUT"), 1, None, Cause.TIME_LIMIT,
+    ),
+    "accounting knows no end of it yet": (
+        starts("PREEMPTED", "RUNNING"), 1, again(2), Cause.UNKNOWN,
+    ),
+    "accounting knows nothing of it yet": (
+        starts("PREEMPTED"), 1, again(2), Cause.UNKNOWN,
+    ),
+    "accounting does not know the newest yet": (
+        starts("PREEMPTED", "NODE_FAIL"), 1, again(2), Cause.NODE_FAIL,
+    ),
+    "requeued in this moment": (
+        starts("PREEMPTED", "NODE_FAIL", "RUNNING"), 1,
+        replace(again(2), restarts=3, state=JobState.COMPLETING), Cause.NODE_FAIL,
+    ),
+    "heterogeneous": (
+        [*starts("PREEMPTED", "RUNNING"), row("CANCELLED", job_id=8), row("RUNNING", job_id=8)],
+        0, again(1), Cause.PREEMPTED,
+    ),
+    "it ended well": (starts("COMPLETED", "RUNNING"), 0, again(1), Cause.UNKNOWN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "number", "job", "cause"), OF_STARTS.values(), ids=OF_STARTS)
+def test_of_many_starts_the_one_that_is_meant(
+    rows: list[AccountingRecord], number: int, job: JobRecord | None, cause: Cause
+) -> None:
+    found = cause_of_ending(ending(rows=rows, restart_count=number, record=job), "3.1")
+    assert found.cause is cause
+
+
+@given(
+    states=st.lists(st.sampled_from(["PREEMPTED", "NODE_FAIL", "TIMEOUT", "FAILED"]), max_size=8),
+    data=st.data(),
+)
+def test_a_start_is_found_however_many_older_rows_are_purged(
+    states: list[str], data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, max(len(states) - 1, 0)))
+    purged = data.draw(st.integers(0, len(states)))
+    rows = starts(*states, "RUNNING")[2 * purged :]
+    found = cause_of_ending(
+        ending(rows=rows, restart_count=number, record=again(len(states))), "3.1"
+    )
+    expected = BY_STATE[parse_state(states[number])] if purged <= number < len(states) else None
+    assert found.cause is (expected or Cause.UNKNOWN)
 
 
 def test_the_node_that_was_lost_is_named() -> None:

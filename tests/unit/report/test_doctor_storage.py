@@ -134,3 +134,19 @@ def test_a_size_that_nobody_knows_is_not_told() -> None:
     mark, text = only(StorageFacts(folder="/r", room=Room(1 << 20, None)))
     assert mark is Mark.PROBLEM
     assert "1.0 MiB free" in text and "0 B" not in text
+
+
+@pytest.mark.parametrize(
+    ("ahead", "words"),
+    [(3600.0, "ahead of the file system's"), (-90.0, "behind the file system's")],
+)
+def test_a_clock_that_differs_from_the_file_systems(ahead: float, words: str) -> None:
+    facts = StorageFacts(folder="/r", mount=LUSTRE, tried=Tried(clock_ahead_s=ahead))
+    (told,) = [each for each in storage_section(facts).told if "clock is" in each.text]
+    assert told.mark is Mark.WARNING and words in told.text and told.next_step
+
+
+@pytest.mark.parametrize("ahead", [None, 0.0, 2.0, -2.0])
+def test_clocks_that_agree_are_not_told_of(ahead: float | None) -> None:
+    facts = StorageFacts(folder="/r", mount=LUSTRE, tried=Tried(clock_ahead_s=ahead))
+    assert not any("clock is" in each.text for each in storage_section(facts).told)

@@ -259,6 +259,7 @@ def test_a_node_s_reason_without_an_author_and_nodes_that_are_not_there() -> Non
 def test_configuration() -> None:
     config = parse_config(text("config"))
     assert (config.cluster_name, config.version) == ("forge1", "22.05.8")
+    assert config.controller_time == datetime.fromtimestamp(1795255017, timezone.utc)
     assert (config.preempt_type, config.preempt_mode) == ("preempt/partition_prio", "REQUEUE")
     assert config.kill_wait == timedelta(seconds=5)
     assert config.slurmd_timeout == timedelta(seconds=10)

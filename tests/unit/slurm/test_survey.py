@@ -38,6 +38,36 @@ def test_everything_is_asked_once(version: str) -> None:
     assert any(f"user=root cluster={cluster}" in line for line in slurm.asked)
 
 
+@pytest.mark.parametrize(
+    ("wall", "ahead"),
+    [
+        ((1000.2, 1001.5), 0.0),
+        ((1000.9, 1003.0), 0.0),  # its second may have begun after the question
+        ((4600.0, 4608.0), 3599.0),
+        ((0.0, 100.0), -900.0),
+    ],
+)
+def test_the_controllers_clock_is_compared_with_this_machines(
+    wall: tuple[float, float], ahead: float
+) -> None:
+    answers = recorded("v22")
+    config = answers["scontrol show config"].replace("as of 1795255017", "as of 1000")
+    clock = iter(wall)
+    slurm = Recorded(answers | {"scontrol show config": config})
+    survey = take_survey(slurm, "root", wall=lambda: next(clock))
+    assert survey.clock_ahead_s == ahead
+
+
+def test_a_controller_that_does_not_tell_its_time_is_not_compared() -> None:
+    answers = recorded("v26")
+    config = answers["scontrol show config"].partition("\n")[2]
+    assert (
+        take_survey(Recorded(answers | {"scontrol show config": config}), "root").clock_ahead_s
+        is None
+    )
+    assert take_survey(Recorded(answers, {"scontrol": LATE}), "root").clock_ahead_s is None
+
+
 def test_a_controller_that_is_gone_is_waited_for_once() -> None:
     slurm = Recorded(recorded("v26"), {"scontrol": LATE, "sinfo": LATE, "sacctmgr": LATE})
     survey = take_survey(slurm, "root")
