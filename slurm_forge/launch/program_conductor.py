@@ -97,7 +97,13 @@ class ProgramConductor:
         self._words: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._seen = Seen()
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
-        self._warnings = WarningSignals(watch, timing, note=self._note, clock=clock, now=now)
+        self._warnings = WarningSignals(
+            watch,
+            timing,
+            note=self._note,
+            clock=clock,
+            now=lambda: self._deadline.slurm_time(clock()),
+        )
         self._next_files = 0.0
         self._next_query = clock() + _ASK_SELDOM_S
         self._terminated: float | None = None
