@@ -124,6 +124,16 @@ class ProgramConductor:
         """A person wants it to stop; a second time, at once."""
         self._say(why, _STARTER)
 
+    def unheard(self) -> tuple[str, ...]:
+        """Signals for the batch step that came too late to be looked at."""
+        names: list[str] = []
+        with self._lock:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    what, source = self._words.get_nowait()
+                    names += [what] if source == _BATCH else []
+            return (*names, *(() if self._own is None else self._own.unheard()))
+
     def watch(self) -> LaunchFacts:
         """Conduct until it is over; what was seen.
 
