@@ -107,3 +107,16 @@ def test_a_scancel_while_the_run_stops_for_a_preemption(
         timedelta(seconds=after_s),
     )  # fmt: skip
     assert (world.starts, world.state.status.value) == (1, "cancelled")
+
+
+@pytest.mark.parametrize("front", Front)
+@pytest.mark.parametrize("after_s", [6, 9])
+def test_a_scancel_while_the_ladder_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_s: float, front: Front
+) -> None:
+    """Until the requeue is on its way."""
+    world = played(
+        tmp_path, monkeypatch, End.PREEMPTION, Answers.AFTER_4_S, 30, front,
+        cancelled_after=timedelta(seconds=after_s),
+    )  # fmt: skip
+    assert (world.starts, world.state.status.value) == (1, "cancelled")
