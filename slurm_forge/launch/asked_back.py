@@ -250,6 +250,10 @@ def reconcile(
             end = _end_of(intent.job, slurm)
             if end is JobState.CANCELLED:
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
+            if end is JobState.COMPLETING and not by_person:
+                # A scancel reads the same until the job has ended.
+                text = f"job {intent.job} is ending: ask again in a moment"
+                return Brought(intent.job, text, changed=False)
             if end is None and not by_person and _is_unexplained(state):
                 text = (
                     f"Slurm does not know job {intent.job} any more, and whether somebody has "
@@ -307,7 +311,8 @@ def _end_of(job: str, slurm: Slurm) -> JobState | None:
         return record.state
     with contextlib.suppress(SlurmCommandError):
         rows = [row for row in slurm.accounting(job) if row.step is None]
-        if rows:
+        # Of a job that is ending accounting may still know no more than that it runs.
+        if rows and (record is None or rows[-1].state is JobState.CANCELLED):
             return rows[-1].state
     return None if record is None else record.state
 

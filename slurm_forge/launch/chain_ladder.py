@@ -90,6 +90,8 @@ class ChainLadder(Ladder):
             self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
             return self._found(settled, update, wait)
         if not waiting:
+            if settled is Settled.CANCELLED:
+                return self._found(settled, update, wait)
             if self._only_hold is not None:
                 return self._used_up(reason)
             return super().climb(reason, update, wait=wait, arguments=arguments, soon=soon)

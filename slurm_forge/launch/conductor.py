@@ -88,7 +88,13 @@ class Conductor:
         self._pace = SavePace(timing, clock())
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
         self._questions = Questions(watch, self._seen, clock)
-        self._warnings = WarningSignals(watch, timing, note=self._note, clock=clock, now=now)
+        self._warnings = WarningSignals(
+            watch,
+            timing,
+            note=self._note,
+            clock=clock,
+            now=lambda: self._deadline.slurm_time(clock()),
+        )
         self._left_out = LeftOutSteps(hub.world_size)
         self._kills = read_oom_kills()
         self._trends = Trends(

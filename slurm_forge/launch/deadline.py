@@ -41,10 +41,21 @@ class Deadline:
         self._timing = timing
         self._seen = seen
         self._now = now
+        self._started = started
         self._told_left: float | None = None
         self._next_refresh = started + _REFRESH_EVERY_S
         #: When a stop that is under way is waited for no longer, on the conductor's clock.
         self.ends_at: float | None = None
+
+    def slurm_time(self, now: float) -> datetime:
+        """The time by the controller's clock at least, by which the job ends.
+
+        This node's clock may be behind it; the job has run as long as this conductor has.
+        """
+        record = self._watch.latest
+        if record is None or record.start_time is None:
+            return self._now()
+        return max(self._now(), record.start_time + timedelta(seconds=now - self._started))
 
     def time_is_up(self, now: float) -> bool:
         """Whether the job's end, as Slurm tells it, is so near that a stop has to be asked for."""
@@ -52,7 +63,7 @@ class Deadline:
         if self._seen.stop_asked is not None:
             return False
         end = self._timing.planned_end if record is None else record.end_time
-        left = None if end is None else end - self._now()
+        left = None if end is None else end - self.slurm_time(now)
         near = record is None or (left is not None and left <= self._timing.lead + _NEAR_THE_END)
         if now >= self._next_refresh and not self._watch.asking:
             # The limit may have been changed; near the end we look once a minute.
@@ -70,7 +81,7 @@ class Deadline:
         end = self._timing.planned_end if record is None else record.end_time
         if end is not None:
             asked_ago = timedelta(seconds=now - seen.stop_asked)
-            left = end - (self._now() - asked_ago)
+            left = end - (self.slurm_time(now) - asked_ago)
             # A plan that is over was not what Slurm goes by.
             given = min(given, left) if record is not None or left > timedelta(0) else given
         if record is not None and record.state in _ENDING:

@@ -159,7 +159,8 @@ class Ladder:
         self._soon = soon
         self._check_fence()
         self._note(RequeueIntended(job=self._job, method=_REQUEUE, reason=reason))
-        settled = self._explained() or self._settled()
+        # A signal may have come while Slurm was asked.
+        settled = self._explained() or self._settled() or self._explained()
         if settled is Settled.UNKNOWN:
             return self._left_open(_REQUEUE, "Slurm has not said yet what the job is ended for")
         if settled is not None:
@@ -265,9 +266,12 @@ class Ladder:
                 cause = self._explain.cause(record)
                 if cause is Cause.USER_CANCELLED:
                     return Settled.CANCELLED
-                if record is not None:
-                    return self._settled_by(record)
-                return None if cause is not None else Settled.UNKNOWN
+                if record is None:
+                    return None if cause is not None else Settled.UNKNOWN
+                settled = self._settled_by(record)
+                if settled is not None:
+                    return settled
+                continue
             if self._clock() >= until:
                 return Settled.UNKNOWN
             pause = self._pause(pause, began)
@@ -357,7 +361,7 @@ class Ladder:
             elif reply.outcome is not RequeueOutcome.UNREACHABLE or self._clock() >= until:
                 return reply, None
             pause = self._pause(pause, began)
-            settled = self._explained() or self._settled(again=True)
+            settled = self._explained() or self._settled(again=True) or self._explained()
             if settled is not None:
                 return reply, settled
 

@@ -97,7 +97,13 @@ class ProgramConductor:
         self._words: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._seen = Seen()
         self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
-        self._warnings = WarningSignals(watch, timing, note=self._note, clock=clock, now=now)
+        self._warnings = WarningSignals(
+            watch,
+            timing,
+            note=self._note,
+            clock=clock,
+            now=lambda: self._deadline.slurm_time(clock()),
+        )
         self._next_files = 0.0
         self._next_query = clock() + _ASK_SELDOM_S
         self._terminated: float | None = None
@@ -117,6 +123,16 @@ class ProgramConductor:
     def stop(self, why: str) -> None:
         """A person wants it to stop; a second time, at once."""
         self._say(why, _STARTER)
+
+    def unheard(self) -> tuple[str, ...]:
+        """Signals for the batch step that came too late to be looked at."""
+        names: list[str] = []
+        with self._lock:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    what, source = self._words.get_nowait()
+                    names += [what] if source == _BATCH else []
+            return (*names, *(() if self._own is None else self._own.unheard()))
 
     def watch(self) -> LaunchFacts:
         """Conduct until it is over; what was seen.

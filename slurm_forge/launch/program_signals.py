@@ -95,6 +95,7 @@ class ProgramSignals:
         finally:
             with self._lock:
                 self._conductor = None
+                self._early += [(name, True) for name in conductor.unheard()]
 
     def batch_signals_since(self) -> tuple[str, ...]:
         """Those for the batch step since the last start ended."""
@@ -117,8 +118,8 @@ class ProgramSignals:
             conductor = self._conductor
             if conductor is None:
                 self._early.append((name, of_batch))
-                return
-        conductor.signal(name) if of_batch else conductor.hear(name)
+            else:
+                conductor.signal(name) if of_batch else conductor.hear(name)
 
     def _look(self) -> None:
         told = insisted = False

@@ -20,7 +20,7 @@ Signalled = tuple[str, str]
 class WarningSignals:
     """Keeps a signal back while it is judged.  For one thread, as ``JobWatch`` is.
 
-    ``note`` journals what turned out to be a warning.
+    ``note`` journals what turned out to be a warning.  ``now`` is the time by Slurm's clock.
     """
 
     def __init__(

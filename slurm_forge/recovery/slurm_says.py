@@ -11,7 +11,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.recovery.launch_facts import LaunchFacts
 from slurm_forge.recovery.vanished import no_word_from, vanished
 from slurm_forge.slurm.nodelist import expand_nodes
-from slurm_forge.slurm.records import JobRecord, NodeRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.srun_words import (
     Cancelled,
     ended_by_srun,
@@ -141,8 +141,7 @@ def _cancelled_early(facts: LaunchFacts) -> Judged | None:
     early = now.end_time is not None and now.end_time < noticed.end_time - timedelta(seconds=1)
     newly = now.preempt_time is not None and now.preempt_time != noticed.preempt_time
     again = now.restarts > _before(facts, noticed.restarts)
-    over = now.end_time is not None and now.end_time <= facts.now + timedelta(seconds=1)
-    if not (facts.batch_signals and ending and early and over) or newly or again:
+    if not (facts.batch_signals and ending and early) or newly or again:
         return None
     text = (
         f"JobState={now.state.value} EndTime={_clock(now.end_time)}, before the end that was known "
@@ -196,18 +195,36 @@ def needs_accounting(facts: LaunchFacts) -> bool:
 
 
 def _by_accounting(facts: LaunchFacts) -> Judged | None:
-    """How accounting says that this start of the job ended, if it has."""
-    began = None if facts.job_first is None else facts.job_first.start_time
+    """How accounting says that this start of the job ended, if it has.
+
+    Where it lags behind, its newest row with an end is that of an earlier start.
+    """
+    began = _began(facts)
     rows = [
         row
         for row in facts.job_rows
-        if row.state in BY_STATE
-        and (began is None or row.start_time is None or row.start_time >= began - SAME_START)
+        if row.state is not JobState.PENDING  # the start that is to follow
+        and (began is None or not _ended_before(row, began))
     ]
-    if not rows:
+    if not rows or rows[-1].state not in BY_STATE:
         return None
     evidence = Evidence("sacct", f"State={rows[-1].state_text}")
     return BY_STATE[rows[-1].state], Confidence.CERTAIN, (evidence,)
+
+
+def _began(facts: LaunchFacts) -> datetime | None:
+    """When this start of the job began, by Slurm's clock."""
+    for job in (facts.job_first, facts.job, facts.job_now):
+        if job is not None and job.start_time and job.restarts <= _before(facts, job.restarts):
+            return job.start_time
+    return None
+
+
+def _ended_before(row: AccountingRecord, began: datetime) -> bool:
+    """Whether the row is of an earlier start than the one that began then."""
+    if row.end_time is not None and row.end_time < began:
+        return True
+    return row.start_time is not None and row.start_time < began - SAME_START
 
 
 def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
@@ -231,9 +248,8 @@ def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
             text = f"EndTime={_clock(job.end_time)} is start plus TimeLimit"
             return Cause.TIME_LIMIT, Confidence.LIKELY, (Evidence("scontrol", text),)
     for job in records:
-        ending = job.state in (JobState.COMPLETING, JobState.COMPLETED)
-        over = job.end_time is not None and job.end_time <= facts.now + timedelta(seconds=1)
-        if ending and over:
+        # Its end is past by the controller's clock, which may be ahead of this node's.
+        if job.state in (JobState.COMPLETING, JobState.COMPLETED) and job.end_time is not None:
             text = f"JobState={job.state.value} EndTime={_clock(job.end_time)} PreemptTime=None"
             return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
     return None

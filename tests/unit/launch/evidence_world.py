@@ -391,9 +391,12 @@ class World:
 
     def __init__(
         self, run: RunDirectory, end: End, answers: Answers, grace: float, front: Front,
-        mode: PartitionPreemption = PartitionPreemption.REQUEUE,
+        mode: PartitionPreemption = PartitionPreemption.REQUEUE, *,
+        cancelled_after: timedelta | None = None,
     ) -> None:  # fmt: skip
         self.run, self.end, self.front = run, end, front
+        #: How long after it somebody cancels the job as well.
+        self.cancelled_after = cancelled_after
         self.grace = timedelta(seconds=grace)
         self.trouble = Trouble(answers)
         self.starts = 0
@@ -464,6 +467,8 @@ class World:
         fake = self.fake
         self.trouble.is_on = True
         (record,) = fake.controller.found(job)
+        if self.cancelled_after is not None:
+            self.fake.clock.after(self.cancelled_after, lambda: self.fake.cancel(job))
         match self.end:
             case End.PREEMPTION:
                 fake.preempt(job)

@@ -26,6 +26,7 @@ from slurm_forge.launch.way_back import ladder_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
@@ -314,6 +315,39 @@ def test_one_task_alone_that_was_cancelled_lets_nothing_follow(tmp_path: Path) -
     fake.completing = False
     assert task.ladder.climb("crash: why").taken is Taken.CANCELLED
     assert waiting(slurm) == [("1_2", True), ("1_3", True)]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_last_task_that_was_cancelled_is_not_revived(tmp_path: Path, allowed: bool) -> None:
+    """While the job is still completing only the explanation of the stop knows of it."""
+    run = made(tmp_path, tasks=1, allowed=allowed)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    slurm.cancel("1_1")
+    ladder = ladder_of(
+        task.attempt.file, slurm, job=task.job, restart_count=0, script=job_script(run),
+        journal=task.attempt.journal, fence=task.attempt.fence, patience=timedelta(seconds=1),
+        explain=CancelledMeanwhile(),
+    )  # fmt: skip
+    comeback = ladder.climb("preempted: notice")
+    assert comeback.taken is Taken.CANCELLED
+    task.end(comeback)
+    slurm.advance(timedelta(minutes=10))
+    assert running(slurm) == [] and waiting(slurm) == []
+
+
+class CancelledMeanwhile:
+    """Explains a stop once."""
+
+    def __init__(self) -> None:
+        self._is_needed = True
+
+    def is_needed(self) -> bool:
+        return self._is_needed
+
+    def cause(self, record: JobRecord | None) -> Cause:
+        self._is_needed = False
+        return Cause.USER_CANCELLED
 
 
 def test_without_its_run_directory_a_task_leaves_it_to_the_next_one_later(tmp_path: Path) -> None:

@@ -234,6 +234,8 @@ class Stage:
             probe_every=None,
             probe_deadline=timedelta(seconds=3),
         )
+        #: The wall clock of this node, against the controller's.
+        self.behind = timedelta(0)
         self.script: Callable[[Rank], object] = lambda rank: rank.train()
         self.barrier = threading.Barrier(world)
         self.stubborn = False
@@ -261,7 +263,7 @@ class Stage:
             save_file=self.run.save_file,
             launched=self.launcher,
             clock=self.clock,
-            now=self.clock.now,
+            now=lambda: self.clock.now() - self.behind,
         )
         self.thread = threading.Thread(target=self._conduct, daemon=True)
         self.thread.start()
@@ -571,6 +573,15 @@ def test_the_end_of_the_time_limit_asks_for_the_last_save(stage: Stage) -> None:
     assert facts.stopped_at is not None
     assert stage.clock.now() - BEGAN > timedelta(seconds=15)
     assert stage.cause() is Cause.TIME_LIMIT
+
+
+def test_a_clock_that_is_behind_does_not_lose_the_last_save(stage: Stage) -> None:
+    stage.behind = timedelta(minutes=10)
+    stage.slurm.answer = replace(RUNNING, end_time=BEGAN + timedelta(seconds=75))
+    stage.start()
+    facts = stage.end()
+    assert facts.due_time_limit and not facts.deadline_passed
+    assert facts.stopped_at is not None
 
 
 # -- files of a person ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ class VirtualTime:
 
 def played(
     folder: Path, monkeypatch: pytest.MonkeyPatch, end: End, answers: Answers, grace: float,
-    front: Front, mode: PartitionPreemption = REQUEUE,
+    front: Front, mode: PartitionPreemption = REQUEUE, cancelled_after: timedelta | None = None,
 ) -> World:  # fmt: skip
     run = RunDirectory.at(folder / "run")
     what = {"entry": "a.b:train"} if front is Front.RANKS else {"command": ["train"]}
@@ -58,7 +59,7 @@ def played(
     run.create(
         RunFile(submitted_from=str(folder), python=sys.executable, job=job).to_yaml().encode()
     )
-    world = World(run, end, answers, grace, front, mode)
+    world = World(run, end, answers, grace, front, mode, cancelled_after=cancelled_after)
     monkeypatch.setattr(questions_module, "time", VirtualTime(world))
     monkeypatch.setattr(program_module, "time", VirtualTime(world))
     for module in (conductor_module, program_module, questions_module):
@@ -91,3 +92,31 @@ def test_a_stop_while_slurm_answers_late(
     for incident in incidents:
         unknown = incident.confidence is Confidence.GUESS
         assert incident.cause in RIGHT[end] or unknown, story
+
+
+@pytest.mark.parametrize("mode", [REQUEUE, CANCEL])
+@pytest.mark.parametrize("front", Front)
+@pytest.mark.parametrize("after_s", [0.6, 1.6])
+def test_a_scancel_while_the_run_stops_for_a_preemption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_s: float, front: Front,
+    mode: PartitionPreemption,
+) -> None:  # fmt: skip
+    """Also where the program has ended, and Slurm is asked for the last time."""
+    world = played(
+        tmp_path, monkeypatch, End.PREEMPTION, Answers.AT_ONCE, 30, front, mode,
+        timedelta(seconds=after_s),
+    )  # fmt: skip
+    assert (world.starts, world.state.status.value) == (1, "cancelled")
+
+
+@pytest.mark.parametrize("front", Front)
+@pytest.mark.parametrize("after_s", [6, 9])
+def test_a_scancel_while_the_ladder_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_s: float, front: Front
+) -> None:
+    """Until the requeue is on its way."""
+    world = played(
+        tmp_path, monkeypatch, End.PREEMPTION, Answers.AFTER_4_S, 30, front,
+        cancelled_after=timedelta(seconds=after_s),
+    )  # fmt: skip
+    assert (world.starts, world.state.status.value) == (1, "cancelled")

@@ -15,6 +15,9 @@ class Conductor:
     def stop(self, why: str) -> None:
         self.stopped.append(why)
 
+    def unheard(self) -> tuple[str, ...]:
+        return ()
+
 
 def test_ctrl_c_between_two_starts_stops_the_next() -> None:
     given: Any = Conductor()

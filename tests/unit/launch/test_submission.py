@@ -440,6 +440,21 @@ def test_a_cancelled_job_that_only_accounting_knows_is_left_alone(
     assert run_state(run).status is RunStatus.CANCELLED
 
 
+@pytest.mark.parametrize("accounted", [None, JobState.RUNNING])
+def test_a_watcher_waits_until_a_job_has_ended(
+    run: RunDirectory, queue: Queue, accounted: JobState | None
+) -> None:
+    """While it is completing, and accounting lags, a cancelled job looks like any other."""
+    left_open(run)
+    queue.accounted = accounted
+    queue.put(7, JobState.COMPLETING)
+    assert not reconcile(run, queue, by_person=False).changed  # type: ignore[arg-type]
+    assert queue.asked == []
+    queue.put(7, JobState.CANCELLED)
+    assert not reconcile(run, queue, by_person=False).changed  # type: ignore[arg-type]
+    assert queue.asked == [] and run_state(run).status is RunStatus.CANCELLED
+
+
 def test_a_watcher_does_not_guess_what_a_forgotten_job_was_ended_for(
     run: RunDirectory, queue: Queue
 ) -> None:

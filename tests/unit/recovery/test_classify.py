@@ -215,6 +215,65 @@ CASES = [
         says="CANCELLED",
     ),
     Case(
+        "scancel of a second start, and accounting knows only how the first one ended",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "restart_count": 1,
+            "job_first": job(restarts=1, start_time=NOW - timedelta(seconds=30)),
+            "job": job(
+                JobState.COMPLETING,
+                restarts=1,
+                start_time=NOW - timedelta(seconds=30),
+                end_time=NOW,
+            ),
+            "job_rows": (
+                replace(
+                    row(JobState.PREEMPTED),
+                    start_time=NOW - timedelta(seconds=80),
+                    end_time=NOW - timedelta(seconds=35),
+                ),
+                replace(row(JobState.RUNNING), start_time=NOW - timedelta(seconds=30)),
+            ),
+        },
+        says="JobState=COMPLETING",
+    ),
+    Case(
+        "the same where Slurm has answered only now, and the row of this start is not there yet",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "restart_count": 1,
+            "job_now": job(
+                JobState.COMPLETING,
+                restarts=1,
+                start_time=NOW - timedelta(seconds=30),
+                end_time=NOW,
+            ),
+            "job_rows": (
+                replace(
+                    row(JobState.PREEMPTED),
+                    start_time=NOW - timedelta(hours=1),
+                    end_time=NOW - timedelta(seconds=35),
+                ),
+                replace(row(JobState.PENDING), start_time=None),
+            ),
+        },
+        says="JobState=COMPLETING",
+    ),
+    Case(
+        "scancel, on a node whose clock is 20 s behind the controller's",
+        Cause.USER_CANCELLED,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": job(JobState.COMPLETING, end_time=NOW + timedelta(seconds=20)),
+        },
+    ),
+    Case(
         "preempted without grace where preemption cancels",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
