@@ -122,6 +122,10 @@ def advance(state: RunState, record: Record) -> RunState:
             return replace(state, held=None)  # written before Slurm was asked, which refused it
         case ev.AttemptEnded():
             changed = _in_attempt(state, record, lambda a: _over(a, time, event.outcome))
+            if event.outcome == _CANCELLED and state.status is RunStatus.RUNNING:
+                # Found out while Slurm was asked to bring it back: nobody carries that out now.
+                reason = "the job was cancelled; it stays cancelled"
+                return replace(changed, status=RunStatus.CANCELLED, open_intent=None, reason=reason)
             # Somebody else brings it back: an administrator's requeue, submitit's local executor,
             # or whoever carries out what was left open.  Either way nothing runs any more.
             back = event.outcome == RunStatus.REQUEUED.value or state.open_intent is not None
@@ -195,6 +199,8 @@ def advance(state: RunState, record: Record) -> RunState:
             return state
 
 
+#: How an attempt ends whose job somebody has cancelled meanwhile.
+_CANCELLED = RunStatus.CANCELLED.value
 #: What a person asks with for a run to go on, whatever it rests for.
 _GO_ON = frozenset({"submit", "run", "requeue", "release"})
 #: How a request to hold the job in the queue is called where Slurm did not take it.

@@ -200,6 +200,14 @@ def test_nothing_runs_once_the_attempt_has_ended() -> None:
     assert launch.ended == story.now
 
 
+def test_a_job_that_is_found_cancelled_while_it_is_brought_back_stays_cancelled() -> None:
+    story = Story().submitted().start()
+    story.tell(ev.RequeueIntended(job="42", method="scontrol requeue", reason="crash: requeue"))
+    story.tell(ev.RequeueFailed(job="42", method="scontrol requeue", reason="it was cancelled"))
+    state = fold(story.tell(ev.AttemptEnded(outcome="cancelled")).records)
+    assert (state.status, state.open_intent) == (RunStatus.CANCELLED, None)
+
+
 def test_only_a_refused_hold_means_that_nothing_is_held() -> None:
     held = ev.Held(job="42", restart_count=0, reason="x")
     story = Story().start().decide(Action.HOLD, rung=None).tell(held)
