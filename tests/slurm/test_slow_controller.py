@@ -175,7 +175,9 @@ def test_a_stop_while_scontrol_answers_late(
 
 def _comes_back(watched: Watched) -> None:
     def finished(state: RunState) -> bool:
-        if state.open_intent is not None and state.attempts[-1].ended is not None:
+        # Whoever left the intent open may have been killed before it could say so.
+        over = watched.cluster.job(watched.job).state not in ("RUNNING", "COMPLETING", "PENDING")
+        if state.open_intent is not None and over:
             carried_out(watched)
         return state.status is RunStatus.FINISHED
 
