@@ -18,6 +18,7 @@ from slurm_forge.journal.events import Resumed
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import parse_duration, parse_memory
 
 __all__ = ["Gathering", "gather"]
@@ -106,6 +107,7 @@ class Gathering:
             oldest_file=_oldest_file(run, self._purge),
             memory=self._memory,
             global_batch=self._global_batch,
+            on_disk=_on_disk(run),
         )
 
 
@@ -142,6 +144,24 @@ def _written(folder: Path) -> list[Path]:
             )
     except OSError:
         return []
+
+
+def _on_disk(run: RunDirectory) -> frozenset[CheckpointName] | None:
+    """The published checkpoints, by their names alone; None where the folder can't be listed.
+
+    To be listed after the journal was read: what that tells of has been published by then.
+    """
+    found = set()
+    try:
+        entries = os.listdir(run.checkpoints)  # noqa: PTH208  (a Path per entry is not needed)
+    except FileNotFoundError:
+        return frozenset()
+    except OSError:
+        return None
+    for entry in entries:
+        with contextlib.suppress(ValueError):
+            found.add(CheckpointName.parse(entry))
+    return frozenset(found)
 
 
 def _oldest_file(run: RunDirectory, rule: PurgeRule | None) -> float | None:

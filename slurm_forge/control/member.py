@@ -115,7 +115,8 @@ class Member:
                     raise ControlChannelError(
                         f"rank {self._rank} waited {wait_s:.0f} s for the others to agree on a "
                         f"step ({self._lost or 'no target came'})",
-                        next_step="The launch is ended; the run goes on from its last checkpoint.",
+                        next_step="The launch is ended; the run goes on from its last checkpoint, "
+                        "or begins again where it has none.",
                     )
                 self._condition.wait(min(left, 1.0))
             return self._agreement.go_on()

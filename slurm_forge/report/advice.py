@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.recovery.remedies import remedy
+from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.consequences import NEXT
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.standing import Standing, again
@@ -76,10 +77,10 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
             return (
                 f"see what went wrong before: slurm-forge explain {name}",
-                f"then, {_to_go_on(state, standing)}: {onward}",
+                f"then, {_to_go_on(facts, state, standing)}: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
-            return (f"{_to_go_on(state, standing)}: {onward}",)
+            return (f"{_to_go_on(facts, state, standing)}: {onward}",)
         case _ if standing.failing_saves is not None:
             return (
                 f"{remedy(Cause.STORAGE)}: {_at_risk(standing.failing_saves)}",
@@ -105,10 +106,11 @@ def _at_risk(failing: FailingSaves) -> str:
     return f"{plural(failing.at_risk_steps, 'step')} since step {last} are at risk"
 
 
-def _to_go_on(state: RunState, standing: Standing) -> str:
+def _to_go_on(facts: RunFacts, state: RunState, standing: Standing) -> str:
     if standing.of_program:  # from where, it knows itself
         return "to go on"
-    place = "the start" if state.committed_step is None else "the last checkpoint"
+    none = newest_step(state, facts.on_disk) is None
+    place = "the start" if none else "the last checkpoint"
     return f"to go on from {place}"
 
 

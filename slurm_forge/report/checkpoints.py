@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from slurm_forge.journal import KnownCheckpoint, RunState, RunStatus
@@ -15,6 +15,8 @@ __all__ = [
     "Found",
     "Leftover",
     "list_checkpoints",
+    "missing_checkpoint",
+    "newest_step",
     "resumed_next",
 ]
 
@@ -78,6 +80,23 @@ def resumed_next(state: RunState, found: Sequence[Found]) -> CheckpointName | No
         if each.manifest is not None and state.refusal(each.name) is None:
             return each.name
     return None
+
+
+def newest_step(state: RunState, on_disk: Collection[CheckpointName] | None) -> int | None:
+    """The step of the newest checkpoint: on disk, or by the journal where nobody has looked."""
+    if on_disk is None:
+        return state.committed_step
+    return max((name.step for name in on_disk), default=None)
+
+
+def missing_checkpoint(
+    state: RunState, on_disk: Collection[CheckpointName] | None
+) -> CheckpointName | None:
+    """The newest checkpoint of the journal, where it is deleted and the journal does not know."""
+    if on_disk is None or state.status is RunStatus.FINISHED:
+        return None
+    newest = max((known.name for known in state.known), default=None)
+    return None if newest in on_disk else newest
 
 
 def list_checkpoints(

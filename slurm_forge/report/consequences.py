@@ -182,8 +182,9 @@ def _not_saved(run: s.RunStory, launch: s.LaunchStory) -> Iterator[str]:
         return
     over = launch.ended is not None or run.attempts[-1].ended is not None
     missing = run.step - (run.committed_step or 0)
+    least = "at least " if run.may_be_further else ""
     if over and missing > 0:
-        yield f"{t.plural(missing, 'step')} not saved"
+        yield f"{least}{t.plural(missing, 'step')} not saved"
 
 
 def strike(struck: s.StrikeStory, time: float, zone: tzinfo | None = None) -> str:

@@ -10,6 +10,7 @@ from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.advice import next_in_story
 from slurm_forge.report.changes import what_changed
+from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, end_of, tell
 from slurm_forge.report.lessons import next_time
@@ -52,7 +53,7 @@ def explain(facts: RunFacts) -> RunStory:
         job=state.job,
         step=_step(state, history),
         total_steps=facts.total_steps,
-        committed_step=state.committed_step,
+        committed_step=newest_step(state, facts.on_disk),
         started=started,
         last_seen=last_seen,
         elapsed_s=elapsed,
@@ -89,6 +90,7 @@ def explain(facts: RunFacts) -> RunStory:
         waiting=now.waiting,
         failing_saves=now.failing_saves,
         repeated_at_least=line.at_least,
+        may_be_further=line.may_be_further,
     )
     return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
 

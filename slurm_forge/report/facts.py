@@ -8,6 +8,7 @@ from slurm_forge.journal import Damage, Record
 from slurm_forge.report.purge import PurgeRule
 from slurm_forge.report.waiting import QueueAnswer
 from slurm_forge.run_directory.layout import NEXT_STEP
+from slurm_forge.store.identity import CheckpointName
 
 __all__ = ["NotStarted", "RunFacts"]
 
@@ -62,3 +63,5 @@ class RunFacts:
     not_started: tuple[NotStarted, ...] = ()
     #: What Slurm says of the job, where it was asked.
     queue: QueueAnswer | None = None
+    #: The published checkpoints in the run's folder; None where nobody has looked.
+    on_disk: frozenset[CheckpointName] | None = None

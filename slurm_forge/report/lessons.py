@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.recovery.remedies import remedy
@@ -54,8 +55,12 @@ def _lessons(story: RunStory) -> Iterator[str]:
         yield from _nodes(launches)
     if sum(each.cause == Cause.LOSS_SPIKE.value for each in incidents) >= _TWICE:
         yield "try a lower learning rate or a longer warm-up: the loss jumped more than once"
-    # More frequent saves help nothing where they fail.
-    saved = [launch for launch in launches if not launch.failed_saves]
+    # More frequent saves help nothing where they fail, or where the next start can't use them.
+    saved = [
+        launch
+        for launch, later in pairwise([*launches, None])
+        if launch is not None and not launch.failed_saves and not _was_of_no_use(launch, later)
+    ]
     if sum(each.repeated_s for each in saved) > max(
         _REPEATED_S, _REPEATED_SHARE * story.training_s
     ):
@@ -68,6 +73,15 @@ def _lessons(story: RunStory) -> Iterator[str]:
     if failed:
         count = plural(len(failed), "save")
         yield f"{remedy(Cause.STORAGE)}: {count} failed ({clean(failed[-1].cause, _REASON)})"
+
+
+def _was_of_no_use(launch: LaunchStory, later: LaunchStory | None) -> bool:
+    """Whether the next launch resumed from before what this one had saved or begun at."""
+    if later is None or not later.resumes:
+        return False
+    saved = [each.step for each in launch.checkpoints]
+    begun = [each.step for each in launch.resumes]
+    return later.resumes[0].step < max(saved + begun, default=0)
 
 
 def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:

@@ -70,6 +70,8 @@ class Lineage:
     repeated_steps: dict[LaunchKey, int] = field(default_factory=dict)
     #: More steps may have been repeated than are known of.
     at_least: bool = False
+    #: The newest launch may have done more steps than are known of.
+    may_be_further: bool = False
     followed: set[LaunchKey] = field(default_factory=set)
     skipped: list[TimedSkip] = field(default_factory=list)
     undone: list[TimedSkip] = field(default_factory=list)
@@ -177,7 +179,9 @@ class _Tracer:
 
     def done(self) -> Lineage:
         """The whole line."""
-        self._line.trained_until = self._segments[-1].until if self._segments else None
+        newest = self._segments[-1] if self._segments else None
+        self._line.trained_until = None if newest is None else newest.until
+        self._line.may_be_further = newest is not None and newest.may_be_further
         return self._line
 
     def hear(self, record: Record) -> None:

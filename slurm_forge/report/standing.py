@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from slurm_forge.journal import Record, RunState, RunStatus
 from slurm_forge.launch.chain import VIA_ARRAY
+from slurm_forge.report.checkpoints import missing_checkpoint, newest_step
 from slurm_forge.report.clocks import clock_differences
 from slurm_forge.report.consequences import in_the_queue, without_next
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.history import GO_ON, History
 from slurm_forge.report.purge import purge_warning
 from slurm_forge.report.story import AttemptStory, FailingSaves, WaitingStory
-from slurm_forge.report.text import ago, clean, observed, plural, span
+from slurm_forge.report.text import ago, clean, number, observed, plural, span
 from slurm_forge.report.trouble import Trouble, unmended
 from slurm_forge.report.waiting import JobGone, job_gone, why_waiting
 from slurm_forge.slurm.states import JobState
@@ -302,6 +303,14 @@ def warnings_of(facts: RunFacts, state: RunState, ordered: Iterable[Record]) -> 
     purge = purge_warning(facts.purge, facts.oldest_file, facts.now)
     if purge is not None:
         found.append(purge)
+    missing = missing_checkpoint(state, facts.on_disk)
+    if missing is not None:
+        left = newest_step(state, facts.on_disk)
+        place = "none is left" if left is None else f"the newest one left is of step {number(left)}"
+        found.append(
+            f"checkpoint {missing} is in the journal and not on disk: {place}; "
+            f"put its folder back, or see slurm-forge checkpoints list {facts.reference}"
+        )
     for damage in facts.damage[:_SHOWN_DAMAGE]:
         where = f"{clean(damage.file, 120)}, line {damage.line}"
         found.append(f"damaged line left out: {where}: {clean(damage.reason, 160)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.advice import next_steps
+from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
 from slurm_forge.report.paces import slow_now
@@ -30,7 +31,9 @@ __all__ = ["LastCheckpoint", "PlanInForce", "Status", "take_status"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastCheckpoint:
-    """The newest commit; ``age_s`` is how much time would be lost by a stop right now.
+    """The newest commit that is still there.
+
+    ``age_s`` is how much time would be lost by a stop right now.
 
     ``trust`` is written, verified, good or suspect, ``why`` on what grounds; ``good_step`` is that
     of the newest one known to be good.
@@ -94,7 +97,7 @@ def take_status(facts: RunFacts) -> Status:
     now = standing(facts, state, history)
     attempt = history.attempts[-1] if history.attempts else None
     launch = attempt.launches[-1] if attempt is not None and attempt.launches else None
-    step = history.step if history.step is not None else state.committed_step
+    step = history.step if history.step is not None else newest_step(state, facts.on_disk)
     last_seen = None if attempt is None else attempt.last_seen
     return Status(
         run=facts.name,
@@ -110,7 +113,7 @@ def take_status(facts: RunFacts) -> Status:
         total_steps=facts.total_steps,
         last_seen=last_seen,
         last_seen_age_s=None if last_seen is None else max(0.0, facts.now - last_seen),
-        checkpoint=_last_checkpoint(history, state, facts.now),
+        checkpoint=_last_checkpoint(history, state, facts),
         plan=None if now.status is RunStatus.FINISHED else _plan(history, state, step or 0),
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
@@ -137,23 +140,29 @@ def _probe_off(launch: LaunchStory | None, status: RunStatus) -> tuple[str, ...]
     return (f"the probe broke, and training goes on without it: {clean(launch.probe_off, 300)}",)
 
 
-def _last_checkpoint(history: History, state: RunState, now: float) -> LastCheckpoint | None:
+def _last_checkpoint(history: History, state: RunState, facts: RunFacts) -> LastCheckpoint | None:
+    there = None if facts.on_disk is None else {str(name) for name in facts.on_disk}
     found: list[CheckpointStory] = [
         saved
         for attempt in history.attempts
         for launch in attempt.launches
         for saved in launch.checkpoints
+        if there is None or saved.name in there
     ]
     if not found:
         return None
     last = found[-1]
     known = next((each for each in state.known if str(each.name) == last.name), None)
-    good = [each.name.step for each in state.known if each.trust is Trust.GOOD]
+    good = [
+        each.name.step
+        for each in state.known
+        if each.trust is Trust.GOOD and (there is None or str(each.name) in there)
+    ]
     return LastCheckpoint(
         name=last.name,
         step=last.step,
         time=last.time,
-        age_s=max(0.0, now - last.time),
+        age_s=max(0.0, facts.now - last.time),
         trust=(Trust.WRITTEN if known is None else known.trust).value,
         why="" if known is None else known.why,
         good_step=max(good, default=None),

@@ -251,6 +251,7 @@ class RunStory:
     ``training_s`` counts repeated steps too.
     ``startup_s`` is what the very first launch took until it trained, ``ending_s`` what a finished
     run took after its last step: no run is spared these.
+    ``committed_step`` is that of the newest checkpoint, of those on disk where somebody looked.
     ``next`` is what a person can do now, ``next_time`` what would make another run smoother.
     ``warnings`` are about the journal itself: damaged lines, files that could not be read.
     ``memory`` is what the job asks for per node, in bytes.  ``jobs`` are all that it has run as.
@@ -260,6 +261,9 @@ class RunStory:
     that nobody had asked for it to go on.  ``lost_rank_s`` (repeated work, and every start-up but
     the first) and ``idle_rank_s`` (nodes held, neither training nor starting) are rank-seconds:
     times ``gpus_per_rank``, where that is known, GPU-seconds.
+
+    ``may_be_further``: training may have done more steps than ``step``, since its ranks ended
+    without a word of how far they were.
     """
 
     run: str
@@ -300,3 +304,4 @@ class RunStory:
     waiting: WaitingStory | None = None
     failing_saves: FailingSaves | None = None
     repeated_at_least: bool = False
+    may_be_further: bool = False

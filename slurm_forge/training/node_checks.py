@@ -24,6 +24,7 @@ from slurm_forge.lock import exclusive
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.variables import DifferenceKind, differences
 from slurm_forge.training.gpu_facts import GpuFacts, parse_gpus, parse_processes, read_gpus
+from slurm_forge.units import format_memory
 
 __all__ = ["Wanted", "look", "meminfo"]
 
@@ -272,12 +273,18 @@ def _storage(folder: Path) -> Check:
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if free < _ROOM_LEAST or (room.f_files and not room.f_favail):
-        return _bad(f"{free // _MIB} MiB and {room.f_favail} files free")
+        return _bad(_room_text(free, room.f_favail if room.f_files else None))
     if free < _ROOM_USUAL:
-        return _odd(f"{free // _MIB} MiB free")
+        return _odd(_room_text(free, None))
     if took > _SLOW_STORAGE_S:
         return _odd(f"a small file took {took:.1f} s to be written")
     return _fine(f"{took * 1000:.0f} ms")
+
+
+def _room_text(size: int, files: int | None) -> str:
+    """``980K and 12 files free``; file systems without a fixed number of files leave that out."""
+    text = format_memory(size)
+    return f"{text} free" if files is None else f"{text} and {files} files free"
 
 
 def _lock(folder: Path) -> Check:

@@ -390,7 +390,8 @@ class Run:
         if not self._saves.have("final"):
             raise CheckpointError(
                 f"all {step} steps are done, and their result could not be saved",
-                next_step="The journal says why.  The run goes on from its last checkpoint.",
+                next_step="The journal says why.  The run goes on from its last checkpoint, "
+                "or begins again where it has none.",
             )
         # Nobody leaves the channel while another may still have to be told where everybody is.
         Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")

@@ -287,3 +287,14 @@ def test_an_update_that_slurm_refused_is_not_a_requeue_left_open(scribe: Scribe)
 )
 def test_rank_time_in_words(rank_seconds: float, gpus: float | None, words: str) -> None:
     assert rank_time(rank_seconds, gpus) == words
+
+
+def test_steps_not_saved_are_at_least_those_known_of_where_nobody_said_how_far_it_was(
+    scribe: Scribe,
+) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 1)
+    scribe.incident(Cause.UNKNOWN, Action.HOLD, step=1, text="ended without a word", exact=False)
+    scribe.end("held")
+    assert "at least 1 step not saved" in told(scribe.facts())

@@ -105,6 +105,12 @@ def test_room_is_judged_with_something_to_spare() -> None:
     assert "inodes" in str(shortage(Room(size=None, files=8), size=1, files=4))
 
 
+def test_a_shortage_names_what_is_kept_free() -> None:
+    text = str(shortage(Room(size=980 << 10, files=None), size=70 << 10, files=4, use_spare=True))
+    assert "70K and 1M kept free" in text
+    assert ": 980K free" in text
+
+
 def test_the_last_save_is_tried_wherever_it_can_fit() -> None:
     mib = 1 << 20
     free = Room(size=67 * mib, files=40)

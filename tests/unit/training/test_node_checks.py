@@ -53,6 +53,13 @@ def test_a_full_storage_is_bad_and_a_nearly_full_one_is_told(tmp_path: Path) -> 
             )
 
 
+def test_what_is_free_is_not_rounded_to_nothing(tmp_path: Path) -> None:
+    room = mock.Mock(f_bavail=980, f_frsize=1024, f_files=20, f_favail=9)
+    with mock.patch.object(node_checks.os, "statvfs", return_value=room):
+        checks = found(look(wanted(tmp_path), {}, may_use_gpu=False))
+    assert checks["storage"].text == "980K and 9 files free"
+
+
 def test_a_wrong_product_is_seen(tmp_path: Path) -> None:
     real = torch.matmul
 
