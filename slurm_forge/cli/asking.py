@@ -157,7 +157,8 @@ def _answer(found: RunDirectory, brought: Brought, more: str, *, as_json: bool) 
 def stop(run: RunName, runs: Runs = None) -> None:
     """Ask a run to save, stop, and stay away.
 
-    It goes on when somebody requeues it.
+    It goes on when somebody requeues it.  The job of a run that waits stays in the queue: when its
+    turn comes it ends at once, without training.
 
     \b
     Examples:
@@ -173,10 +174,34 @@ def stop(run: RunName, runs: Runs = None) -> None:
         return
     found.stop_file.touch(mode=0o600)
     _note(found, "stop")
-    typer.echo(
-        f"{found.name}: asked to save and stop; if it waits in the queue, it will not start.   "
-        f"go on later: slurm-forge requeue {reference(found)}"
-    )
+    waits = _job_in_queue(found)
+    asked = "asked to save and stop"
+    if waits:
+        asked = (
+            f"asked to stop; job {waits} waits in the queue: when its turn comes (once it is "
+            "released, if it is held) it ends at once, without training; "
+            f"to free the queue now: scancel {waits}"
+        )
+    typer.echo(f"{found.name}: {asked}.   go on later: slurm-forge requeue {reference(found)}")
+
+
+def _job_in_queue(found: RunDirectory) -> str:
+    """The run's job while it waits to be started, by Slurm or else by the journal; else empty."""
+    from slurm_forge.cli.surroundings import ask_slurm
+    from slurm_forge.journal import RunStatus, fold, read_journal
+    from slurm_forge.report.waiting import job_to_ask_about
+    from slurm_forge.slurm.states import PENDING_LIKE
+
+    records, _ = read_journal(found)
+    job = job_to_ask_about(records)
+    if job is None:
+        return ""
+    answer = ask_slurm(job)
+    if answer is None or not answer.answered:
+        waits = fold(records).status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
+    else:
+        waits = answer.record is not None and answer.record.state in PENDING_LIKE
+    return job if waits else ""
 
 
 def save(run: RunName, runs: Runs = None) -> None:

@@ -17,7 +17,8 @@ from slurm_forge.launch.chain import tasks_waiting
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.slurm.states import ACTIVE
 
 __all__ = ["ask_slurm", "surrounded", "with_queue"]
@@ -76,9 +77,20 @@ def ask_slurm(job: str) -> QueueAnswer | None:
         record = slurm.show_job(job)
         of_array = record is not None and record.array_task is not None
         tasks = tasks_waiting(job.partition("_")[0], slurm) if of_array else ()
-        return QueueAnswer(job, record, tasks=tasks)
     except ForgeError:
         return QueueAnswer(job, None, answered=False)
+    accounted = _accounted(slurm, job) if record is None else None
+    return QueueAnswer(job, record, tasks=tasks, accounted=accounted)
+
+
+def _accounted(slurm: Slurm, job: str) -> AccountingRecord | None:
+    """Accounting's newest row of the job itself; None where there is none, or it is silent."""
+    try:
+        rows = slurm.accounting(job)
+    except ForgeError:
+        return None
+    mine = (row for row in rows if row.step is None and row.job_ref == job)
+    return next(reversed(list(mine)), None)
 
 
 def _not_started(folder: Path) -> Iterator[NotStarted]:

@@ -10,7 +10,7 @@ from slurm_forge.recovery.remedies import remedy
 from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.consequences import NEXT
 from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.standing import Standing, again
+from slurm_forge.report.standing import Standing, again, ends_at_once, turn
 from slurm_forge.report.story import FailingSaves, IncidentStory, RunStory
 from slurm_forge.report.text import clean, number, plural
 from slurm_forge.vocabulary.cause import Cause
@@ -56,8 +56,13 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
     if standing.not_started is not None:
         return (_REPAIR, f"then, to go on: {onward}")
     if standing.gone is not None:
+        if state.status is not RunStatus.RUNNING:
+            return (standing.gone.next,)  # there is nothing more to see
         return _then_see(standing, name, standing.gone.next)
     waiting, job = standing.waiting, clean(state.job, 40)
+    if ends_at_once(facts, status, waiting) and (waiting is None or waiting.state):
+        ends = f"{turn(waiting)} it ends at once, without training"
+        return (ends, f"to free the queue now: scancel {job}")
     if waiting is not None and status is not RunStatus.HELD:
         return (waiting.next,)
     match status:

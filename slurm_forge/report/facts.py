@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from slurm_forge.journal import Damage, Record
@@ -11,6 +12,10 @@ from slurm_forge.run_directory.layout import NEXT_STEP
 from slurm_forge.store.identity import CheckpointName
 
 __all__ = ["NotStarted", "RunFacts"]
+
+#: How a batch script notes that a signal ended it (sbatch_templates/starting.bash).
+_ENDED_BY = re.compile(r"Slurm ended it \((SIG[A-Z0-9]{2,5})\) before it had begun\b")
+_NOTE_BEGINS = re.compile(r"^\S+Z job \S+ on \S+$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,13 @@ class NotStarted:
         """What a person is to do first, where the last note of the file says that."""
         _, _, step = self.text.rstrip("\n").rpartition("\n")[2].partition(NEXT_STEP)
         return step
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that ended the start, by the last note of the file: nothing was broken."""
+        last = _NOTE_BEGINS.split(self.text)[-1].lstrip()
+        found = _ENDED_BY.match(last)
+        return None if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,26 @@ from slurm_forge.report.purge import purge_warning
 from slurm_forge.report.story import AttemptStory, FailingSaves, WaitingStory
 from slurm_forge.report.text import ago, clean, number, observed, plural, span
 from slurm_forge.report.trouble import Trouble, unmended
-from slurm_forge.report.waiting import JobGone, job_gone, why_waiting
-from slurm_forge.slurm.states import JobState
+from slurm_forge.report.waiting import (
+    JobGone,
+    ended_by_signal,
+    job_cancelled,
+    job_gone,
+    why_waiting,
+)
+from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Standing", "again", "jobs_of", "saves_fail", "standing", "warnings_of"]
+__all__ = [
+    "Standing",
+    "again",
+    "ends_at_once",
+    "jobs_of",
+    "saves_fail",
+    "standing",
+    "turn",
+    "warnings_of",
+]
 
 #: Progress is written every few seconds; a running attempt that says nothing for this long is
 #: compiling, in a very long step, or gone without a word.
@@ -92,18 +107,22 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     """What the run is doing, as far as its files tell."""
     newest = history.attempts[-1] if history.attempts else None
     status = RunStatus.FINISHED if facts.done else state.status
-    gone = _gone(facts, state, status, newest)
+    not_started = _not_started(facts, status, history)
+    gone = _ended_by_signal(facts, state, not_started)
+    if not_started is not None and not_started.signal is not None:
+        not_started = None
+    if gone is None and not_started is None:
+        gone = _gone(facts, state, status, newest)
     status = status if gone is None else gone.status
     doubtful = status is RunStatus.RUNNING and newest is not None and _is_silent(facts, newest)
     words = _words(facts, state, status, newest) if gone is None else gone.words
     failing = None if status is RunStatus.FINISHED else history.failing_saves()
     if failing is not None and status is RunStatus.RUNNING:
         words += f", but {saves_fail(failing)}"
-    not_started = _not_started(facts, status, history)
     if not_started is not None:
         words = f"job {clean(not_started.job, 40)} could not start: {_why(not_started)}"
         doubtful = False
-    held = state.held if status is RunStatus.HELD else None
+    held = state.held if status is RunStatus.HELD and gone is None else None
     held_job = None if held is None else held.job
     waiting = None if gone is not None else _waiting(facts, state, status, held_job, newest)
     if waiting is not None and not_started is None and held_job is None:
@@ -112,6 +131,11 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
             f"{words.partition(_WAITS)[0]}; {waiting.text}"
             if silent
             else f"{words}: {waiting.text}"
+        )
+    stops = not_started is None and gone is None and ends_at_once(facts, status, waiting)
+    if stops:
+        words += (
+            f"; {_who_asked_to_stop(history)}: {turn(waiting)} it ends at once, without training"
         )
     if held_job is not None and not_started is None:
         sure = held is not None and held.confirmed
@@ -153,14 +177,51 @@ def saves_fail(failing: FailingSaves) -> str:
 def _gone(
     facts: RunFacts, state: RunState, status: RunStatus, newest: AttemptStory | None
 ) -> JobGone | None:
-    """Slurm's record of the job, where it contradicts the journal of a running run."""
+    """Slurm's record of the job, where it contradicts the journal."""
     answer = facts.queue
+    if status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) and answer is not None:
+        if answer.job != state.job or state.open_intent is not None:
+            return None
+        command = again(facts.reference, state.job)
+        return job_cancelled(answer, again=command, started=newest is not None)
     if status is not RunStatus.RUNNING or answer is None or newest is None:
         return None
     if answer.job != state.job or state.open_intent is not None:
         return None
     command = again(facts.reference, state.job)
     return job_gone(answer, again=command, now=facts.now, last_seen=newest.last_seen)
+
+
+def _ended_by_signal(facts: RunFacts, state: RunState, note: NotStarted | None) -> JobGone | None:
+    """What Slurm says of a start that a signal ended; None once the job was started again."""
+    if note is None or note.signal is None or state.open_intent is not None:
+        return None
+    answer = facts.queue
+    record = None if answer is None or answer.job != note.job else answer.record
+    begun = None if record is None or record.state not in ACTIVE else record.start_time
+    if begun is not None and begun.timestamp() > note.time:
+        return None
+    command = again(facts.reference, note.job)
+    return ended_by_signal(answer, job=note.job, signal=note.signal, again=command, now=facts.now)
+
+
+def ends_at_once(facts: RunFacts, status: RunStatus, waiting: WaitingStory | None) -> bool:
+    """Whether the run waits to be started, and its start will find that it was asked to stop."""
+    if not facts.stop_asked or status not in (RunStatus.SUBMITTED, RunStatus.REQUEUED):
+        return False
+    return waiting is None or waiting.state == "" or parse_state(waiting.state) in PENDING_LIKE
+
+
+def turn(waiting: WaitingStory | None) -> str:
+    """When a job that waits is started."""
+    held = waiting is not None and waiting.held
+    return "once it is released" if held else "when its turn comes"
+
+
+def _who_asked_to_stop(history: History) -> str:
+    acts = [act for act in history.acts if act.verb == "stop" or act.verb in GO_ON]
+    user = acts[-1].user if acts and acts[-1].verb == "stop" else None
+    return "the file STOP asks it to stop" if not user else f"{clean(user, 60)} asked it to stop"
 
 
 def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotStarted | None:

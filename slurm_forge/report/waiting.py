@@ -15,10 +15,18 @@ from slurm_forge.journal import Record, RunStatus, fold
 from slurm_forge.report import story as s
 from slurm_forge.report import text as t
 from slurm_forge.slurm.array_tasks import tasks_of
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 
-__all__ = ["JobGone", "QueueAnswer", "job_gone", "job_to_ask_about", "why_waiting"]
+__all__ = [
+    "JobGone",
+    "QueueAnswer",
+    "ended_by_signal",
+    "job_cancelled",
+    "job_gone",
+    "job_to_ask_about",
+    "why_waiting",
+]
 
 #: A sign of life is written every few seconds while a run trains.
 _FRESH_S = 30.0
@@ -131,18 +139,26 @@ class QueueAnswer:
     """What Slurm said about ``job``; ``record`` is None where it does not know it (any more).
 
     Not ``answered``: it was asked and did not answer, so that nothing is known.  ``tasks`` are
-    those of its array that wait: the next one has a record of its own soon.
+    those of its array that wait: the next one has a record of its own soon.  ``accounted`` is
+    accounting's newest row of a job that has no record any more.
     """
 
     job: str
     record: JobRecord | None
     answered: bool = True
     tasks: tuple[int, ...] = ()
+    accounted: AccountingRecord | None = None
+
+    @property
+    def end(self) -> JobRecord | AccountingRecord | None:
+        """What Slurm knows of a job that is over; None where it is not, or nobody knows."""
+        known = self.record or self.accounted
+        return known if known is not None and known.state in TERMINAL else None
 
 
 @dataclass(frozen=True, slots=True)
 class JobGone:
-    """Slurm's record contradicts a journal that says that the run is running.
+    """Slurm's record contradicts a journal that says that the run is running, or waits.
 
     ``status`` is what the run is by Slurm's record, ``words`` say it, ``next`` is what to do.
     """
@@ -201,6 +217,59 @@ def job_gone(
         words = f"job {job} is back in the queue ({why}): {waiting.text}"
         return JobGone(RunStatus.REQUEUED, words, waiting.next)
     return None
+
+
+def job_cancelled(answer: QueueAnswer, *, again: str, started: bool) -> JobGone | None:
+    """A job that waits by the journal and was cancelled; ``started``: the run had begun before."""
+    end = answer.end
+    if end is None or end.state is not JobState.CANCELLED:
+        return None
+    when = "started again" if started else "started"
+    words = f"job {t.clean(answer.job, 40)} was cancelled before it {when}"
+    return JobGone(RunStatus.CANCELLED, words, f"to let it go on: {again}")
+
+
+def ended_by_signal(
+    answer: QueueAnswer | None,
+    *,
+    job: str,
+    signal: str,
+    again: str,
+    now: float,
+    zone: tzinfo | None = None,
+) -> JobGone:
+    """What became of ``job``, whose start a signal ended before the supervisor had begun.
+
+    Whoever is preempted or cancelled is sent the same signal: only Slurm knows which it was.
+    """
+    job, onward = t.clean(job, 40), f"to let it go on: {again}"
+    if answer is None or answer.job != job:
+        answer = QueueAnswer(job, None, answered=False)
+    record, end = answer.record, answer.end
+    if end is not None and end.state in (JobState.CANCELLED, JobState.PREEMPTED):
+        cancelled = end.state is JobState.CANCELLED
+        state = t.clean(end.state_text, 40)
+        words = f"job {job} was {end.state.value.lower()} before it had begun"
+        words += f" ({state})" if state != end.state.value else ""
+        return JobGone(RunStatus.CANCELLED if cancelled else RunStatus.STOPPED, words, onward)
+    ended = f"{signal} ended job {job} before it had begun"
+    if end is not None:
+        words = f"{ended}; Slurm says that it is over ({t.clean(end.state_text, 40)})"
+        return JobGone(RunStatus.STOPPED, words, onward)
+    if record is not None and record.state in PENDING_LIKE:
+        if record.preempt_time is not None:
+            ended = f"job {job} was preempted before it had begun"
+        waiting = why_waiting(answer, again=again, now=now, zone=zone)
+        words = f"{ended}, and is back in the queue: {waiting.text}"
+        return JobGone(RunStatus.HELD if waiting.held else RunStatus.REQUEUED, words, waiting.next)
+    if record is not None:
+        words = f"{ended}; Slurm says that it is {t.clean(record.state_text, 40)}"
+        return JobGone(
+            RunStatus.REQUEUED, words, f"see in a moment what it becomes: squeue -j {job}"
+        )
+    words = f"{ended}; whether it was cancelled, preempted or out of time is not known"
+    look = f"see whether it is in the queue: squeue -j {job}; if it is not: {again}"
+    return JobGone(RunStatus.STOPPED, words, look)
 
 
 def why_waiting(

@@ -74,7 +74,7 @@ def _up(given: argparse.Namespace) -> int:
     cluster.start()
     _say(_describe(cluster))
     _say(_exports(cluster))
-    _say("next: type that, or: python -m slurm_forge.testing.cluster shell   (down: stop it)")
+    _say(_next(given.dir))
     return 0
 
 
@@ -120,6 +120,13 @@ def _exports(cluster: SlurmCluster) -> str:
     """What a shell needs to talk to the cluster: the Slurm of another place comes with its PATH."""
     names = ("SLURM_CONF",) if cluster.spec.prefix is None else ("PATH", "SLURM_CONF")
     return "\n".join(f"export {name}={shlex.quote(cluster.env[name])}" for name in names)
+
+
+def _next(directory: Path) -> str:
+    """What to type after ``up``; a directory of one's own has to be named to each action."""
+    program = "python -m slurm_forge.testing.cluster"
+    named = "" if directory == DEFAULT_DIRECTORY else f" --dir {shlex.quote(str(directory))}"
+    return f"next: type that, or: {program} shell{named}\nto stop it: {program} down{named}"
 
 
 def _shell(cluster: SlurmCluster) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from slurm_forge.cli.places import site_places
+from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.submission import create_run
@@ -123,6 +125,29 @@ def test_stop_and_save_leave_their_files_and_say_who_asked(shell: Shell, held: S
     assert held.run.save_file.exists()
     assert sorted(asked(held)) == ["save", "stop", "stop"]
     assert fold(read_journal(held.run)[0]).status is RunStatus.HELD
+
+
+def test_stop_says_what_becomes_of_a_job_that_waits(
+    shell: Shell, scribe: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_forge.cli.surroundings.shutil.which", lambda _: "/bin/scontrol")
+    scribe.submitted()
+    waits = "job 8812301 waits in the queue: when its turn comes"
+    record = JobRecord(
+        job_id=8812301, name="x", state=JobState.PENDING, state_text="PENDING", priority=7
+    )
+    slurm.jobs["8812301"] = record
+    said = shell("stop", "tiny-gpt").stdout
+    assert waits in said
+    assert "it ends at once, without training" in said
+    assert "to free the queue now: scancel 8812301." in said
+    slurm.error = SlurmUnreachableError(["scontrol"], 1, "no answer")
+    assert waits in shell("stop", "tiny-gpt").stdout  # by the journal
+    slurm.error = None
+    slurm.jobs["8812301"] = replace(record, state=JobState.RUNNING, state_text="RUNNING")
+    said = shell("stop", "tiny-gpt").stdout
+    assert "asked to save and stop." in said
+    assert "scancel" not in said
 
 
 @pytest.mark.parametrize("verb", ["stop", "save"])

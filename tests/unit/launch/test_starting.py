@@ -15,6 +15,7 @@ import pytest
 
 import slurm_forge
 from slurm_forge.launch.script import guard_lines, render, start_lines, successor_lines
+from slurm_forge.report.facts import NotStarted
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import job_from_mapping
@@ -339,6 +340,7 @@ def test_a_job_that_is_ended_in_its_setup_is_not_broken(node: Node, number: sign
     os.killpg(process.pid, number)
     assert process.wait(20) == 143
     assert f"Slurm ended it ({number.name}) before it had begun" in node.note()
+    assert NotStarted("7", 0.0, node.note()).signal == number.name
     assert node.asked == [], "what was cancelled came back"
 
 

@@ -20,7 +20,7 @@ from slurm_forge.report.status_text import status_text
 from slurm_forge.report.text import moment
 from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about, why_waiting
 from slurm_forge.slurm.parsing import parse_jobs
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
@@ -173,7 +173,7 @@ def test_a_successor_waits_for_the_job_before_it(scribe: Scribe) -> None:
     [
         (JobState.RUNNING, "Slurm has started job 8812301 (RUNNING)", "nothing to do"),
         (JobState.COMPLETING, "job 8812301 is still ending on its nodes", "nothing to do"),
-        (JobState.CANCELLED, "Slurm says that job 8812301 is over (CANCELLED)", AGAIN),
+        (JobState.FAILED, "Slurm says that job 8812301 is over (FAILED)", AGAIN),
     ],
 )
 def test_a_job_that_does_not_wait_at_all(
@@ -183,6 +183,68 @@ def test_a_job_that_does_not_wait_at_all(
     shown = screen(replace(scribe.facts(), queue=pending("None", state=state)))
     assert text in shown["status"]
     assert next_ in shown["next"]
+
+
+def cancelled_by_accounting() -> QueueAnswer:
+    row = AccountingRecord(
+        job_ref=JOB,
+        step=None,
+        job_id=int(JOB),
+        state=JobState.CANCELLED,
+        state_text="CANCELLED by 0",
+        cancelled_by=0,
+    )
+    return QueueAnswer(JOB, None, accounted=row)
+
+
+@pytest.mark.parametrize(
+    "answer", [pending("None", state=JobState.CANCELLED), cancelled_by_accounting()]
+)
+def test_a_job_that_was_cancelled_while_it_waited(scribe: Scribe, answer: QueueAnswer) -> None:
+    scribe.submitted()
+    facts = replace(scribe.facts(after=60), queue=answer)
+    shown = screen(facts)
+    assert shown["status"] == f"cancelled: job {JOB} was cancelled before it started"
+    assert shown["next"] == f"to let it go on: {AGAIN}"
+    assert shown["next"] in told(facts)
+    requeued(scribe)
+    shown = screen(replace(scribe.facts(after=60), queue=answer))
+    assert shown["status"] == f"cancelled: job {JOB} was cancelled before it started again"
+
+
+ENDS_AT_ONCE = "it ends at once, without training"
+
+
+@pytest.mark.parametrize(
+    ("reason", "turn"),
+    [(None, "when its turn comes"), ("Priority", "when its turn comes"), ("JobHeldUser", "once")],
+)
+def test_a_run_that_waits_and_was_asked_to_stop(
+    scribe: Scribe, reason: str | None, turn: str
+) -> None:
+    """Its job stays in the queue: that there is nothing to do would be wrong."""
+    scribe.submitted()
+    scribe.run.stop_file.touch()
+    scribe.later(5).write("cli", ev.UserAsked(verb="stop", user="alice"), launch=1 << 30)
+    facts = scribe.facts(after=60)
+    facts = facts if reason is None else replace(facts, queue=pending(reason))
+    shown = screen(facts)
+    assert f"; alice asked it to stop: {turn}" in shown["status"]
+    assert shown["status"].endswith(ENDS_AT_ONCE)
+    assert shown["next"].startswith(turn)
+    assert shown["next"].endswith(f"{ENDS_AT_ONCE} | to free the queue now: scancel {JOB}")
+    assert "alice asked it to stop" in told(facts)
+    assert f"scancel {JOB}" in told(facts)
+
+
+def test_a_stop_that_nobody_signed_and_one_of_a_job_that_is_gone(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.run.stop_file.touch()
+    assert "; the file STOP asks it to stop: when" in screen(scribe.facts())["status"]
+    cancelled = pending("None", state=JobState.CANCELLED)
+    shown = screen(replace(scribe.facts(), queue=cancelled))
+    assert shown["next"] == f"to let it go on: {AGAIN}"
+    assert ENDS_AT_ONCE not in shown["status"]
 
 
 def test_a_job_that_slurm_has_forgotten(scribe: Scribe) -> None:
@@ -344,6 +406,89 @@ def test_a_job_that_could_not_even_start_us(scribe: Scribe) -> None:
     )
     assert "   job 8812301 could not start: on n03: this" in told(facts)
     assert "repair the environment" in told(facts)
+
+
+SIGNALLED = """\
+2026-08-11T10:00:00Z job 8812301 on n1
+Slurm ended it (SIGTERM) before it had begun: it was cancelled or preempted, or out of time
+"""
+BACK = "before it had begun, and is back in the queue: other jobs come first (Priority)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "next_"),
+    [
+        (
+            pending("None", state=JobState.CANCELLED),
+            f"cancelled: job {JOB} was cancelled before it had begun",
+            f"to let it go on: {AGAIN}",
+        ),
+        (
+            cancelled_by_accounting(),
+            f"cancelled: job {JOB} was cancelled before it had begun (CANCELLED by 0)",
+            f"to let it go on: {AGAIN}",
+        ),
+        (
+            pending("None", state=JobState.PREEMPTED),
+            f"stopped: job {JOB} was preempted before it had begun",
+            f"to let it go on: {AGAIN}",
+        ),
+        (
+            pending("Priority", preempt_time=datetime(2026, 8, 11, tzinfo=timezone.utc)),
+            f"requeued: job {JOB} was preempted {BACK}",
+            "nothing to do: it starts when its turn comes",
+        ),
+        (
+            pending("Priority"),
+            f"requeued: SIGTERM ended job {JOB} {BACK}",
+            "nothing to do: it starts when its turn comes",
+        ),
+        (
+            pending("None", state=JobState.TIMEOUT),
+            f"stopped: SIGTERM ended job {JOB} before it had begun; Slurm says that it is over "
+            "(TIMEOUT)",
+            f"to let it go on: {AGAIN}",
+        ),
+        (
+            pending("None", state=JobState.COMPLETING),
+            f"requeued: SIGTERM ended job {JOB} before it had begun; Slurm says that it is "
+            "COMPLETING",
+            f"see in a moment what it becomes: squeue -j {JOB}",
+        ),
+        (
+            QueueAnswer(JOB, None, answered=False),
+            f"stopped: SIGTERM ended job {JOB} before it had begun; whether it was cancelled, "
+            "preempted or out of time is not known",
+            f"see whether it is in the queue: squeue -j {JOB}; if it is not: {AGAIN}",
+        ),
+    ],
+)
+def test_a_start_that_a_signal_ended_is_no_broken_environment(
+    scribe: Scribe, answer: QueueAnswer, status: str, next_: str
+) -> None:
+    scribe.submitted()
+    facts = scribe.facts(after=300)
+    note = NotStarted(JOB, facts.now - 10, SIGNALLED)
+    facts = replace(facts, not_started=(note,), queue=answer)
+    shown = screen(facts)
+    assert (shown["status"], shown["next"]) == (status, next_)
+    assert next_ in told(facts)
+    assert "repair" not in told(facts)
+    # What was broken in an earlier start is over; what is broken in the newest one counts.
+    broken = replace(note, text=NOTE + SIGNALLED)
+    assert screen(replace(facts, not_started=(broken,)))["status"] == status
+    broken = replace(note, text=SIGNALLED + NOTE)
+    assert "repair the environment" in screen(replace(facts, not_started=(broken,)))["next"]
+
+
+def test_a_job_that_started_again_after_a_signal_had_ended_its_start(scribe: Scribe) -> None:
+    scribe.submitted()
+    facts = scribe.facts(after=300)
+    since = datetime.fromtimestamp(facts.now - 5, tz=timezone.utc)
+    running = pending("None", state=JobState.RUNNING, start_time=since)
+    note = NotStarted(JOB, facts.now - 10, SIGNALLED)
+    shown = screen(replace(facts, not_started=(note,), queue=running))
+    assert f"Slurm has started job {JOB}" in shown["status"]
 
 
 def test_a_failure_to_start_is_over_once_an_attempt_has_begun_or_a_person_has_asked(

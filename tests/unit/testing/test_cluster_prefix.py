@@ -9,6 +9,7 @@ import pytest
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
+from slurm_forge.testing.cluster.__main__ import main
 from slurm_forge.testing.cluster.machine import path_with_prefix
 
 #: Nothing is made in it: the clusters here are never started.
@@ -43,3 +44,22 @@ def test_clients_of_the_cluster_are_those_of_its_slurm(prefix: Path) -> None:
     environment = {"PATH": os.defpath}
     cluster = SlurmCluster(SHORT, ClusterSpec(prefix=prefix), environment=environment)
     assert cluster.env["PATH"].split(os.pathsep)[0] == f"{prefix}/bin"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [([], ""), (["--dir", "/nowhere/c"], " --dir /nowhere/c")],
+)
+def test_up_says_what_to_type_next_for_the_directory_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: list[str],
+    named: str,
+) -> None:
+    monkeypatch.setattr(SlurmCluster, "start", lambda _: None)
+    monkeypatch.setattr("slurm_forge.testing.cluster.__main__._describe", lambda _: "described")
+    monkeypatch.setattr("slurm_forge.testing.cluster.__main__._exports", lambda _: "exported")
+    assert main(["up", *given]) == 0
+    shown = capsys.readouterr().out
+    assert f"python -m slurm_forge.testing.cluster shell{named}\n" in shown
+    assert f"python -m slurm_forge.testing.cluster down{named}\n" in shown
