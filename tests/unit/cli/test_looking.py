@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,15 @@ def test_a_journal_of_somebody_else_is_not_believed(shell: Shell, scribe: Scribe
     assert "can be written by other users" in result.stderr
 
 
+class Waiting:
+    """``time`` for one module: threads that other tests have left behind sleep as they did."""
+
+    monotonic, time = staticmethod(time.monotonic), staticmethod(time.time)
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self.sleep = sleep
+
+
 def test_following_tells_what_happens_until_the_run_rests(
     shell: Shell, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +153,7 @@ def test_following_tells_what_happens_until_the_run_rests(
             scribe.write("supervisor", ev.Note(text="a spare node joined\x1b[2J"))
             scribe.finish(60)
 
-    monkeypatch.setattr(time, "sleep", later)
+    monkeypatch.setattr(looking, "time", Waiting(later))
     monkeypatch.setattr(looking, "_LOOK_EVERY_S", 0.0)
     result = shell("status", "tiny-gpt", "--follow")
     assert result.exit_code == 0
@@ -176,7 +186,7 @@ def test_following_tells_the_logged_figures_now_and_then(
         else:
             scribe.write("rank0", ev.Logged(step=step, values={"loss": 100.0 - step}))
 
-    monkeypatch.setattr(time, "sleep", later)
+    monkeypatch.setattr(looking, "time", Waiting(later))
     monkeypatch.setattr(looking, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(looking, "_FIGURES_EVERY_S", 0.0)
     told = shell("status", "tiny-gpt", "--follow").stdout
@@ -199,7 +209,7 @@ def test_figures_are_not_told_every_second(
         else:
             scribe.write("rank0", ev.Logged(step=step, values={"loss": 1.0 * step}))
 
-    monkeypatch.setattr(time, "sleep", later)
+    monkeypatch.setattr(looking, "time", Waiting(later))
     told = shell("status", "tiny-gpt", "--follow").stdout
     assert told.count("loss") == told.count("logged      loss 59 (step 59)\n") == 1
 
