@@ -41,7 +41,7 @@ class StopExplanation:
         self._signals = signals
         self._now = now
         self._explained: tuple[str, ...] = ()
-        self._asked_with: tuple[str, ...] | None = None
+        self._asked_with: tuple[str, ...] = ()
         self._is_explained = False
 
     def is_needed(self) -> bool:
@@ -60,7 +60,7 @@ class StopExplanation:
         batch step was signalled, too.
         """
         attempt = self._attempt
-        signals = () if self._asked_with is None else self._asked_with
+        signals = self._asked_with
         facts = attempt.facts or LaunchFacts(now=self._now())
         facts = replace(
             facts,
