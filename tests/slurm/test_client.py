@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -340,12 +341,16 @@ def test_the_site_of_the_test_cluster_is_found_and_agrees_with_slurm(
 def test_a_rank_and_a_batch_script_know_where_they_are(
     slurm: SlurmCluster, client: SubprocessSlurm, tmp_path: Path
 ) -> None:
-    body = "env -0 > batch; srun bash -c 'env -0 > rank$SLURM_PROCID'; touch done"
+    # The job stays until its record has been read: of one that is completing, Slurm shows only
+    # the nodes that have not finished yet (src/slurmctld/job_mgr.c, nodes_completing).
+    os.mkfifo(tmp_path / "go")
+    body = "env -0 > batch; srun bash -c 'env -0 > rank$SLURM_PROCID'; touch done; read -r _ < go"
     args = ("--array=7", "-p", "preempt", "-N2", "-n2", "-D", str(tmp_path))
     array = client.submit(script(tmp_path, body), args)
     slurm.wait_for((tmp_path / "done").exists, 30, "the job")
     batch, rank = environment(tmp_path / "batch"), environment(tmp_path / "rank1")
     record = client.show_job(f"{array}_7")
+    (tmp_path / "go").write_text("go\n")
     assert record is not None and record.nodelist is not None
     for seen in (batch, rank):
         assert seen.job_ref == record.job_ref == f"{array}_7"
