@@ -74,9 +74,8 @@ class Bench:
         #: Beside the timeline of a preemption: where each second of the start after it went.
         self.cold: dict[str, list[ColdStart]] = {}
 
-    def requeue(self, number: int) -> ColdStart:
-        """A cold start of plain torchrun, which the administrator has requeued."""
-        way = Way.TORCHRUN
+    def requeue(self, way: Way, number: int) -> ColdStart:
+        """A cold start without slurm_forge, which the administrator has requeued."""
         started = submit(way, self._settings, self._work / f"{way.value}-{number}")
         every = self._settings.save_every
         self._until(started, lambda: started.steps() > every, "a first checkpoint")
@@ -169,12 +168,12 @@ def _trains(started: Started, launch: int) -> bool:
 
 def measure_ways(bench: Bench, ways: Sequence[Way], rounds: int) -> dict[Way, list[Timeline]]:
     """All ways in every round, another one first each time."""
-    found: dict[Way, list[Timeline]] = {way: [] for way in ways if way is not Way.TORCHRUN}
+    found: dict[Way, list[Timeline]] = {way: [] for way in ways if not way.cold_only}
     for number in range(rounds):
         turn = number % max(1, len(ways))
         for way in (*ways[turn:], *ways[:turn]):
-            if way is Way.TORCHRUN:
-                start = bench.requeue(number)
+            if way.cold_only:
+                start = bench.requeue(way, number)
                 print(
                     f"round {number + 1}: {way.value}: {start.own:.1f} s from batch script to "
                     f"first new step, load {start.load_average:.1f}",
@@ -245,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", type=Path, metavar="CLUSTER", help="attach, do not boot")
     parser.add_argument(
         "--ways",
-        default=",".join(way.value for way in Way if way is not Way.TORCHRUN),
+        default=",".join(way.value for way in Way if not way.cold_only),
         help="which, separated by commas (default: %(default)s); none: only the relaunch",
     )
     parser.add_argument("--no-relaunch", action="store_true")

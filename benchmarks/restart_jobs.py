@@ -49,7 +49,8 @@ _FAULT_AFTER = 4
 class Way(str, Enum):
     """Who brings the training back; ``…-signal`` where the administrator has user signals sent.
 
-    ``torchrun`` is for comparison of cold starts alone: it is requeued by the administrator.
+    ``torchrun`` and ``srun`` are for comparison of cold starts alone: the administrator requeues
+    them.  ``srun`` is the floor: the ranks with nothing in between.
     """
 
     TEMPLATE = "template"
@@ -58,6 +59,12 @@ class Way(str, Enum):
     TEMPLATE_SIGNAL = "template-signal"
     STOCK_SIGNAL = "stock-signal"
     TORCHRUN = "torchrun"
+    SRUN = "srun"
+
+    @property
+    def cold_only(self) -> bool:
+        """Whether only its cold start is measured."""
+        return self in (Way.TORCHRUN, Way.SRUN)
 
     @property
     def signalled(self) -> bool:
@@ -139,8 +146,8 @@ def clients_of(cluster: SlurmCluster) -> Iterator[None]:
 def submit(way: Way, settings: Settings, folder: Path) -> Started:
     """Start the training in a fresh folder, in the partition that is preempted."""
     folder.mkdir(parents=True)
-    if way is Way.TORCHRUN:
-        return Started(job=_torchrun(settings, folder), folder=folder, run=None)
+    if way.cold_only:
+        return Started(job=_plain(way, settings, folder), folder=folder, run=None)
     if way.stock:
         workload = Workload(
             folder=str(folder),
@@ -168,19 +175,26 @@ def _marking(folder: Path) -> str:
     return f"export FORGE_BENCH_MARKS={shlex.quote(str(folder))}"
 
 
-def _torchrun(settings: Settings, folder: Path) -> str:
-    """As somebody writes it who knows both: one torchrun per node, no meeting to be waited for."""
+def _plain(way: Way, settings: Settings, folder: Path) -> str:
+    """As somebody writes it who knows all of them: no meeting to be waited for."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
     words = [settings.pace, settings.width, _MANY_STEPS, settings.save_every]
+    python = shlex.quote(sys.executable)
+    launcher = f"{python} -u"
+    if way is Way.TORCHRUN:
+        launcher += (
+            f" -m torch.distributed.run --nnodes={settings.ranks} --nproc-per-node=1 "
+            f"--node-rank=$SLURM_PROCID --master-addr=127.0.0.1 --master-port={port} "
+            "--max-restarts=0"
+        )
     command = (
-        f"exec {shlex.quote(sys.executable)} -u -m torch.distributed.run "
-        f"--nnodes={settings.ranks} --nproc-per-node=1 --node-rank=$SLURM_PROCID "
-        f"--master-addr=127.0.0.1 --master-port={port} --max-restarts=0 "
+        f"export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0 "
+        f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}; exec {launcher} "
         f"-m benchmarks.restart_plain {shlex.quote(str(folder))} {' '.join(map(str, words))}"
     )
-    script = folder / "torchrun.sbatch"
+    script = folder / f"{way.value}.sbatch"
     script.write_text(
         f"#!/bin/bash\n{script_line(folder)}\n{_marking(folder)}\n"
         f"exec srun --kill-on-bad-exit=1 --unbuffered bash -c {shlex.quote(command)}\n"

@@ -101,14 +101,14 @@ def read_cold_start(
     found = [Moment(title=QUEUE, time=script)]
     told = _interpreters(folder)
     if run is None:
-        launcher = _of(told, "interpreter", _TORCHRUN)
+        launchers = [each for each in told if _TORCHRUN in each.argv]
         worker = [each for each in told if _TORCHRUN not in each.argv]
         began = _of(worker, "interpreter")
         before = began.parents_cpu
         imported, loaded = earliest(marks, What.IMPORTED), earliest(marks, What.LOADED)
         found += [
-            Moment(title=SRUN, time=launcher.time),
-            Moment(title=LAUNCHER, time=began.time, cpu=before),
+            Moment(title=SRUN, time=_of(launchers or worker, "interpreter").time),
+            *([Moment(title=LAUNCHER, time=began.time, cpu=before)] if launchers else []),
             _moment(BEFORE, _of(worker, "import torch"), before),
             # Behind it is the script's own: DDP and the loader.
             Moment(title=TORCH, time=imported.time, cpu=before + imported.cpu),

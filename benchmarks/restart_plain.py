@@ -1,6 +1,6 @@
 """The same training with plain torch: a state that is saved every so many steps, and loaded again.
 
-``python -m benchmarks.restart_plain FOLDER PACE WIDTH STEPS SAVE_EVERY`` below torchrun.
+``python -m benchmarks.restart_plain FOLDER PACE WIDTH STEPS SAVE_EVERY`` below torchrun or srun.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PlainTraining:
 
 
 def main() -> None:
-    """A worker of torchrun's."""
+    """One rank, with torchrun's variables."""
     folder, pace, width, steps, save_every = sys.argv[1:]
     workload = Workload(
         folder=folder,
