@@ -32,7 +32,7 @@ __all__ = ["PROMISES", "Kept", "Promise", "keep"]
 
 VERB = (sys.executable, "-m", "slurm_forge.cli.main", "doctor", "--live", "--json")
 #: Enough of them that the run still trains when doctor has looked.
-STEPS = 240
+STEPS = 600
 #: Beyond what was promised before a run is back: the scheduler, and a busy machine.
 SLACK_S = 30.0
 #: Slurm looks for grace times that are over now and then.
