@@ -23,6 +23,8 @@ GO_ON = frozenset({"submit", "run", "requeue", "release"})
 _PERSON = "cli"
 #: How a request to hold the job in the queue is called where Slurm did not take it.
 _HOLD = "hold"
+#: How a requeue is called that somebody else had carried out.
+_FOUND = "found in the queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def _free_since(
 ) -> float | None:
     """From when on the run could have been started: the end of the last attempt, a submission.
 
-    None also where it was held and nobody knows who released it, and when.
+    Or a requeue that came through only afterwards, as where the controller was away.  None also
+    where it was held and nobody knows who released it, and when.
     """
     moments = [act.time for act in acts if act.verb in GO_ON and act.time <= start]
     if before is not None:
@@ -127,6 +130,12 @@ def _free_since(
         if held and not any(time >= end_of(before) for time in moments):
             return None
         moments.append(end_of(before))
+        moments += [
+            each.time
+            for each in before.comebacks
+            # Since when a job is in the queue that somebody else has put there is not known.
+            if each.outcome == "done" and each.method != _FOUND and each.time <= start
+        ]
     return max(moments, default=None)
 
 

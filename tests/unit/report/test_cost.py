@@ -212,6 +212,18 @@ def test_a_held_run_waits_from_its_release_on_where_that_is_known(scribe: Scribe
     assert (story.rest_s, story.queued_s) == (pytest.approx(7200), pytest.approx(40))
 
 
+def test_a_requeue_that_came_through_late_is_no_time_in_the_queue(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 100)
+    scribe.preempted(100)
+    done = ev.RequeueDone(job="8812345", method="scontrol requeue")
+    scribe.later(360).write("cli", done, launch=1 << 30)
+    scribe.later(6).begin()
+    story = explain(scribe.facts())
+    assert (story.rest_s, story.queued_s) == (pytest.approx(360), pytest.approx(6))
+
+
 def test_a_held_run_that_slurm_was_told_to_release_has_not_waited_all_the_time(
     scribe: Scribe,
 ) -> None:
