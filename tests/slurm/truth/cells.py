@@ -440,7 +440,8 @@ CELLS: tuple[Cell, ...] = (
         partition="normal",
         prepare=faults.small_disk,
         journal=False,
-        seconds=150,
+        # Where the decision is a requeue, the run waits three minutes before it tries again.
+        seconds=420,
     ),
     Cell(
         name="read-only",
