@@ -37,6 +37,7 @@ STEPS = 600
 SLACK_S = 30.0
 #: Slurm looks for grace times that are over now and then.
 NOTICE_LATE_S = 35.0
+_OVER = frozenset({RunStatus.FINISHED, RunStatus.HELD})
 _TOP = PartitionSpec(
     name="normal", preempt_mode=PartitionPreemption.OFF, priority_tier=100, default=True
 )
@@ -217,12 +218,13 @@ def _preempted(
 ) -> Happened:
     watched.wait_step(22)
     cluster.preempt(watched.job, hold=promise.hold)
+    if promise.hold <= 1.0:
+        # What waits for the nodes of the one that does not leave would keep the run waiting, too.
+        watched.wait(lambda s: len(s.attempts) > 1 or s.status in _OVER, 180, "the run to be back")
     cluster.preempt(stubborn.job, hold=promise.hold)
     if promise.hold > 1.0:
         cluster.wait_state(watched.job, ["SUSPENDED"], 60)
-    state = watched.wait(
-        lambda s: s.status in (RunStatus.FINISHED, RunStatus.HELD), 180, "the end of the run"
-    )
+    state = watched.wait(lambda s: s.status in _OVER, 180, "the end of the run")
     return _what_happened(watched, state, stubborn)
 
 
