@@ -306,7 +306,7 @@ def test_a_run_that_waits_for_its_next_start_is_stopped_without_one(
         "SIGTERM before the next attempt began",
     )
     assert [incident.cause for _, incident in attempt.incidents] == [
-        Cause.UNKNOWN if killed else Cause.APP_ERROR
+        Cause.CRASH if killed else Cause.APP_ERROR
     ]
     assert f"the last checkpoint is of step {state.committed_step}" in command.text
     told = terminal.types("explain", "tiny").says("SIGTERM before the next attempt began")
@@ -348,6 +348,8 @@ def test_after_everything_was_killed_status_says_so_and_nothing_is_in_the_way(
 def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tells(
     terminal: Terminal,
 ) -> None:
+    with (terminal.folder / "job.yaml").open("a") as job:
+        job.write("recovery: {crash: [{do: requeue, times: 2}]}\n")
     command = terminal.trains()
 
     def resumed(number: int) -> bool:
@@ -365,6 +367,11 @@ def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tel
     assert state.status is RunStatus.HELD
     assert [each.outcome for each in state.attempts] == ["requeued", "requeued", "held"]
     assert "nothing left to try" in state.reason
+    for attempt in state.attempts:
+        ((_, incident),) = attempt.incidents
+        assert (incident.cause, incident.rank) == (Cause.CRASH, 0)
+        # Where its parent had collected it before the witness came to look, how is not known.
+        assert incident.evidence[0].text in ("killed by SIGKILL", "ended without a word")
     terminal.types("explain", "tiny").says("nothing left to try")
     told = terminal.types("status", "tiny").says("held")
     assert told.ends() == 0
