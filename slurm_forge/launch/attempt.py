@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -20,7 +20,6 @@ from slurm_forge.journal import (
     read_journal,
     read_position,
 )
-from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -35,6 +34,7 @@ from slurm_forge.journal.events import (
 )
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.saves_seen import remember_saves
+from slurm_forge.launch.stopped_between import before_next_start, stay_stopped, stopped
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
@@ -57,9 +57,7 @@ __all__ = [
     "TAKEN_OVER",
     "Attempt",
     "Refusal",
-    "before_next_start",
     "begin",
-    "stay_stopped",
 ]
 
 #: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
@@ -267,7 +265,7 @@ class Attempt:
 
     def stop(self, why: str) -> None:
         """A person wants the run to stop before it is started again: journal that."""
-        self._cannot_write(_stopped(self.claim.attempt, self.state(), why))
+        self._cannot_write(stopped(self.claim.attempt, self.state(), why))
 
     def _cannot_write(self, *events: Event) -> OSError | None:
         try:
@@ -388,35 +386,6 @@ def _needs_another_job(decision: Decision) -> bool:
 
 
 _OF_THE_JOB = frozenset({"mem_factor", "time_factor", "nodes"})
-
-
-def before_next_start(why: str) -> str:
-    """Why a run rests that nobody was training when it was told to stop."""
-    return f"{why} before the next attempt began"
-
-
-def stay_stopped(run: RunDirectory, state: RunState, records: Sequence[Record], why: str) -> None:
-    """Say so in the journal, where that still has the run wait for its next start."""
-    if state.status not in (RunStatus.REQUEUED, RunStatus.SUBMITTED):
-        return
-    number = max((each.number for each in state.attempts), default=0)
-    with contextlib.suppress(OSError):
-        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
-        journal.follow(records)
-        journal.write(_stopped(number, state, why))
-        journal.close()
-
-
-def _stopped(attempt: int, state: RunState, why: str) -> DecisionTaken:
-    return DecisionTaken(
-        decision=Decision(
-            incident_id=f"{attempt}.stop",
-            cause=Cause.STOP_REQUESTED,
-            action=Action.STOP,
-            reason=why,
-            plan=state.plan,
-        )
-    )
 
 
 def _released(state: RunState, job: str, restart_count: int) -> bool:

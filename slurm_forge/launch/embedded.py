@@ -23,12 +23,13 @@ from slurm_forge.control import Hub
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
-from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt, before_next_start
+from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt
 from slurm_forge.launch.conductor import Conductor
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.launch.stop_explanation import StopExplanation
+from slurm_forge.launch.stopped_between import before_next_start
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts

@@ -11,12 +11,13 @@ from datetime import datetime, timezone
 from slurm_forge.errors import AlreadyFinishedError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
-from slurm_forge.launch.attempt import REQUEUEING, Attempt, before_next_start, stay_stopped
+from slurm_forge.launch.attempt import REQUEUEING, Attempt
 from slurm_forge.launch.lifeline import LifelineHeld
 from slurm_forge.launch.local_executor import LocalSession, end_session, is_over
 from slurm_forge.launch.local_signals import AskedToStop
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.presence import Presence, present
+from slurm_forge.launch.stopped_between import before_next_start, stay_stopped
 from slurm_forge.launch.submission import note, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.person import person
