@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 
 from slurm_forge.journal import events as ev
@@ -55,10 +55,34 @@ def fold(records: Iterable[Record]) -> RunState:
     """Compute the state of a run from its records, in any order, duplicates of a file excluded."""
     read = list(records)
     state = RunState()
-    for record in causal_order(without_fenced(read)):
+    for record in _telling(causal_order(without_fenced(read))):
         state = advance(state, record)
     fenced = fenced_records(read)
     return replace(state, fenced=fenced) if fenced else state
+
+
+def _telling(ordered: Iterable[Record]) -> Iterator[Record]:
+    """All but figures, and the lines of progress of a launch in a row that change nothing at last.
+
+    The first of a row may be what the launch is known by; of the others the furthest is enough.
+    """
+    row: tuple[int, int] | None = None
+    furthest: tuple[int, Record] | None = None
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.Logged):
+            continue
+        if isinstance(event, ev.Progress) and row == (record.attempt, record.launch):
+            if furthest is None or event.step > furthest[0]:
+                furthest = event.step, record
+            continue
+        if furthest is not None:
+            yield furthest[1]
+        is_progress = isinstance(event, ev.Progress)
+        row, furthest = (record.attempt, record.launch) if is_progress else None, None
+        yield record
+    if furthest is not None:
+        yield furthest[1]
 
 
 def advance(state: RunState, record: Record) -> RunState:
@@ -239,11 +263,11 @@ def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:
 def _in_attempt(
     state: RunState, record: Record, change: Callable[[AttemptState], AttemptState]
 ) -> RunState:
-    attempts = tuple(
-        change(attempt) if attempt.number == record.attempt else attempt
-        for attempt in state.attempts
-    )
-    return replace(state, attempts=attempts)
+    attempts = list(state.attempts)
+    for index in range(len(attempts) - 1, -1, -1):
+        if attempts[index].number == record.attempt:
+            attempts[index] = change(attempts[index])
+    return replace(state, attempts=tuple(attempts))
 
 
 def _with_incident(attempt: AttemptState, time: float, incident: Incident) -> AttemptState:
@@ -333,7 +357,7 @@ def _name(text: str) -> CheckpointName | None:
 
 
 def _reach(state: RunState, step: int) -> RunState:
-    return replace(state, high_water=max(state.high_water, step))
+    return state if step <= state.high_water else replace(state, high_water=step)
 
 
 def _committed(state: RunState, step: int, *, healthy: bool) -> RunState:

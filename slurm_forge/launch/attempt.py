@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -20,7 +20,6 @@ from slurm_forge.journal import (
     read_journal,
     read_position,
 )
-from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -35,6 +34,7 @@ from slurm_forge.journal.events import (
 )
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.saves_seen import remember_saves
+from slurm_forge.launch.stopped_between import before_next_start, stay_stopped, stopped
 from slurm_forge.launch.update import memory_asked, nodes_asked, time_asked
 from slurm_forge.launch.variables import effective_on_hang, forbidden, with_suspects
 from slurm_forge.recovery import LaunchFacts, classify, decide
@@ -51,7 +51,14 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident, Start
 from slurm_forge.vocabulary.plan import Variable
 
-__all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
+__all__ = [
+    "RELAUNCHING",
+    "REQUEUEING",
+    "TAKEN_OVER",
+    "Attempt",
+    "Refusal",
+    "begin",
+]
 
 #: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
 TAKEN_OVER = "taken over"
@@ -256,6 +263,10 @@ class Attempt:
             )
         return found[-1] if found else None
 
+    def stop(self, why: str) -> None:
+        """A person wants the run to stop before it is started again: journal that."""
+        self._cannot_write(stopped(self.claim.attempt, self.state(), why))
+
     def _cannot_write(self, *events: Event) -> OSError | None:
         try:
             for event in events:
@@ -289,20 +300,25 @@ def begin(
     via: str,
     slurm: Slurm | None = None,
     command: bool = False,
+    unwanted: str = "",
     clock: Callable[[], float] = time.time,
 ) -> Attempt | Refusal:
     """Claim the run for a new attempt, unless there is nothing to do or nobody wants it.
 
     Where the attempt before it ended without a word, ``slurm`` is asked how; ``FencedError`` where
     somebody else has claimed the run by then.  ``command``: the caller starts the run's command.
+    ``unwanted``: why whoever started this wants no attempt any more, empty where they do.
     """
     if run.is_done():
         return Refusal.DONE
     records, _ = read_journal(run, thin=True, fresh=True)
     state = fold(records)
     if run.stop_file.exists():
-        _stay_stopped(run, state, records)
+        stay_stopped(run, state, records, "the file STOP exists")
         return Refusal.STOP_FILE
+    if unwanted:
+        stay_stopped(run, state, records, before_next_start(unwanted))
+        return Refusal.AT_REST
     file = read_run_file(run.spec_file)
     released = _released(state, job, restart_count)
     if state.status in _AT_REST and not released:
@@ -370,28 +386,6 @@ def _needs_another_job(decision: Decision) -> bool:
 
 
 _OF_THE_JOB = frozenset({"mem_factor", "time_factor", "nodes"})
-
-
-def _stay_stopped(run: RunDirectory, state: RunState, records: Sequence[Record]) -> None:
-    """Say so in the journal, where that still has the run wait for this very start."""
-    if state.status not in (RunStatus.REQUEUED, RunStatus.SUBMITTED):
-        return
-    number = max((each.number for each in state.attempts), default=0)
-    with contextlib.suppress(OSError):
-        journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
-        journal.follow(records)
-        journal.write(
-            DecisionTaken(
-                decision=Decision(
-                    incident_id=f"{number}.stop",
-                    cause=Cause.STOP_REQUESTED,
-                    action=Action.STOP,
-                    reason="the file STOP exists",
-                    plan=state.plan,
-                )
-            )
-        )
-        journal.close()
 
 
 def _released(state: RunState, job: str, restart_count: int) -> bool:

@@ -84,10 +84,11 @@ class ChainLadder(Ladder):
         for.
         """
         self._check_fence()
+        # Before Slurm is asked anything: its answer may come after our end.
+        self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
         # Where nobody can tell why this one ends, the next one starts by itself all the same.
         settled, waiting = self._explained() or self._settled(), self._chain.to_come()
         if settled in (Settled.WAITS, Settled.RUNS):  # Slurm, or an administrator, was quicker
-            self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
             return self._found(settled, update, wait)
         if not waiting:
             if settled is Settled.CANCELLED:
@@ -98,7 +99,6 @@ class ChainLadder(Ladder):
         if settled is Settled.CANCELLED:
             return self._cancelled(waiting)
         follows = self._chain.ref(waiting[0])
-        self._note(RequeueIntended(job=self._job, method=NEXT_TASK, reason=reason))
         self._note(RequeueDone(job=self._job, method=NEXT_TASK, successor=follows))
         changes = waiting_update(update() if callable(update) else update, wait)
         if changes is not None and changes.assignments():

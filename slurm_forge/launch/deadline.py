@@ -48,14 +48,16 @@ class Deadline:
         self.ends_at: float | None = None
 
     def slurm_time(self, now: float) -> datetime:
-        """The time by the controller's clock at least, by which the job ends.
+        """The time by the controller's clock, by which the job ends.
 
-        This node's clock may be behind it; the job has run as long as this conductor has.
+        This node's is taken for it unless the two are known to differ.  Where it is behind, and
+        nobody knows: the job has run as long as this conductor has.
         """
-        record = self._watch.latest
+        clock, record = self._timing.slurm_clock, self._watch.latest
+        time = self._now() if clock is None else clock.now(now)
         if record is None or record.start_time is None:
-            return self._now()
-        return max(self._now(), record.start_time + timedelta(seconds=now - self._started))
+            return time
+        return max(time, record.start_time + timedelta(seconds=now - self._started))
 
     def time_is_up(self, now: float) -> bool:
         """Whether the job's end, as Slurm tells it, is so near that a stop has to be asked for."""

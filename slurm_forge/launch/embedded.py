@@ -29,6 +29,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.launch.stop_explanation import StopExplanation
+from slurm_forge.launch.stopped_between import before_next_start
 from slurm_forge.launch.timing import planned_end, timing
 from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
@@ -200,7 +201,10 @@ class Embedded:
             if self._slurm is None:
                 outcome, code = "requeued", self._requeue_exit_code or 0
                 self._attempt.fence()
-                self._wait(self._decision.wait_s)
+                why = self._wait(self._decision.wait_s)
+                if why:
+                    self._attempt.stop(before_next_start(why))
+                    outcome, code = "stop", 1
             else:
                 update = update_for(self._decision, self._attempt.file.job, self._watch.latest)
                 wait = timedelta(seconds=self._decision.wait_s)
@@ -240,11 +244,14 @@ class Embedded:
             explain=StopExplanation(slurm, self._attempt),
         )
 
-    def _wait(self, seconds: float) -> None:
-        """Before whoever started the tasks starts them again; not beyond the starter's own end."""
+    def _wait(self, seconds: float) -> str:
+        """Before whoever started the tasks starts them again; why the starter wants no more."""
         self.hub.abort("the launch is over")
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not (self._lifeline and self._lifeline.is_cut()):
+        while True:
+            why = "" if self._lifeline is None else self._lifeline.why_cut()
+            if why or time.monotonic() >= until:
+                return why
             time.sleep(_LOOK_EVERY_S)
 
     def _leave(self, code: int) -> None:

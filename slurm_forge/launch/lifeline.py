@@ -41,6 +41,8 @@ class Lifeline:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._reading = threading.Lock()
+        self._said: str | None = None
 
     @classmethod
     def of_standard_input(cls) -> Lifeline | None:
@@ -62,6 +64,10 @@ class Lifeline:
         poll.register(self._descriptor, 0)
         return any(found & select.POLLHUP for _, found in poll.poll(0))
 
+    def why_cut(self) -> str:
+        """What the starter said when it was cut; empty while it is not."""
+        return self._read() if self.is_cut() else ""
+
     def await_cut(self, tell: Callable[[str], None]) -> None:
         """Once it is cut, call ``tell`` with the reason, from a thread.  For one process only."""
         threading.Thread(
@@ -69,7 +75,13 @@ class Lifeline:
         ).start()
 
     def _wait(self, tell: Callable[[str], None]) -> None:
-        said = b""
-        while part := os.read(self._descriptor, _LONGEST):
-            said += part
-        tell(said.decode(errors="replace") or GONE)
+        tell(self._read())
+
+    def _read(self) -> str:
+        with self._reading:
+            if self._said is None:
+                said = b""
+                while part := os.read(self._descriptor, _LONGEST):
+                    said += part
+                self._said = said.decode(errors="replace") or GONE
+            return self._said

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 from slurm_forge.errors import AlreadyFinishedError
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, read_journal
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.attempt import REQUEUEING, Attempt
 from slurm_forge.launch.lifeline import LifelineHeld
@@ -17,6 +17,7 @@ from slurm_forge.launch.local_executor import LocalSession, end_session, is_over
 from slurm_forge.launch.local_signals import AskedToStop
 from slurm_forge.launch.post_mortem import post_mortem
 from slurm_forge.launch.presence import Presence, present
+from slurm_forge.launch.stopped_between import before_next_start, stay_stopped
 from slurm_forge.launch.submission import note, run_state
 from slurm_forge.launch.submitit_job import ForgeJob
 from slurm_forge.person import person
@@ -87,6 +88,7 @@ class _Here:
         self._presence = presence
         self._asked = asked
         self._lifeline = lifeline
+        self._job = ""
 
     def train(self, ranks: int) -> int:
         run = self._run
@@ -100,7 +102,7 @@ class _Here:
         while not self._asked:
             before = len(run_state(run).attempts)
             process = session.start(ForgeJob(str(run.path)))
-            job = f"local-{process.pid}"
+            self._job = job = f"local-{process.pid}"
             self._presence.name(job)
             note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
             self._wait(process)
@@ -121,6 +123,7 @@ class _Here:
                 return 1
             if not self._goes_on(state):
                 return 1
+        self._rests()
         return ENDED_BY_SIGNAL + self._asked.number
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
@@ -143,10 +146,14 @@ class _Here:
     def _stop(self) -> None:
         with contextlib.suppress(OSError):
             note(self._run, UserAsked(verb="stop", user=person()))
+        state = run_state(self._run)
         self._lifeline.let_go(self._asked.name)
-        self._tell(
-            f"{self._asked.name}: stopping: saving at the next step; once more ends it at once"
-        )
+        if _between_launches(state):
+            self._tell(f"{self._asked.name}: stopping: nothing was being trained, nothing is lost")
+        else:
+            self._tell(
+                f"{self._asked.name}: stopping: saving at the next step; once more ends it at once"
+            )
 
     def _settle(self, state: RunState) -> None:
         """Nobody of an attempt that was ended at once could still say what had become of it."""
@@ -155,6 +162,13 @@ class _Here:
             why = f"{self._asked.name}, and its processes were ended at once"
             ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
             ended.end("stop")
+
+    def _rests(self) -> None:
+        """The run waits for its next start, which is not to come: have its journal say so."""
+        records, _ = read_journal(self._run, thin=True)
+        state = fold(records)
+        if state.job == self._job:
+            stay_stopped(self._run, state, records, before_next_start(self._asked.name))
 
     def _goes_on(self, state: RunState) -> bool:
         """Whether the run is started again, after an attempt that is over.
@@ -176,6 +190,8 @@ class _Here:
         until = time.monotonic() + (decision.wait_s if decision is not None and again else 0.0)
         while time.monotonic() < until and not self._asked:
             time.sleep(_LOOK_EVERY_S)
+        if again and self._asked:
+            self._stop()
         return again
 
     def _left_open(self, state: RunState) -> Attempt | None:
@@ -199,3 +215,9 @@ class _Here:
     def _ear(self) -> contextlib.AbstractContextManager[None]:
         """After a hangup nobody can be told anything, and the run is to be saved all the same."""
         return contextlib.suppress(OSError) if self._asked else contextlib.nullcontext()
+
+
+def _between_launches(state: RunState) -> bool:
+    """Whether the newest launch is over, and no other has begun."""
+    launches = state.attempts[-1].launches if state.attempts else ()
+    return bool(launches) and launches[-1].ended is not None

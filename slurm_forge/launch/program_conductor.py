@@ -26,7 +26,7 @@ from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.program_end import ProgramEnd, ended
 from slurm_forge.launch.program_process import ProgramProcess
 from slurm_forge.launch.program_progress import ProgressWatch
-from slurm_forge.launch.questions import LAST_QUERY_OF_STOP_S, LAST_QUERY_S
+from slurm_forge.launch.questions import last_word
 from slurm_forge.launch.seen import Seen
 from slurm_forge.launch.sentinel_step import SentinelStep
 from slurm_forge.launch.timing import Timing
@@ -314,14 +314,7 @@ class ProgramConductor:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._take(*self._words.get_nowait())
-        watch = self._watch
-        seen.evidence_query = watch.ask()
-        stop = seen.stop_asked is not None
-        until = self._clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)
-        while watch.latest_query < seen.evidence_query and watch.asking and self._clock() < until:
-            self._take_record(self._clock())
-            time.sleep(_TICK_S)
-        self._take_record(self._clock())
+        last_word(self._watch, seen, self._clock, self._take_record)
 
     def _facts(self) -> LaunchFacts:
         seen, status = self._seen, self._process.poll()

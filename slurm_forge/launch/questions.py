@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.seen import Seen
 
-__all__ = ["LAST_QUERY_OF_STOP_S", "LAST_QUERY_S", "Questions"]
+__all__ = ["LAST_QUERY_OF_STOP_S", "LAST_QUERY_S", "Questions", "last_word"]
 
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
@@ -67,14 +67,19 @@ class Questions:
         if seen.is_finished or seen.deadline_passed or known:
             return  # nothing to learn, or no time left for it
         for _ in range(_LAST_QUERIES):
-            seen.evidence_query = watch.ask()
-            stop = seen.stop_asked is not None
-            until = self._clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)
-            while watch.latest_query < seen.evidence_query and watch.asking:
-                if self._clock() >= until:
-                    break
-                self.look(self._clock())
-                time.sleep(_TICK_S)
-            self.look(self._clock())
+            last_word(watch, seen, self._clock, self.look)
             if not signals():
                 return  # else the answer may be from before the signal
+
+
+def last_word(
+    watch: JobWatch, seen: Seen, clock: Callable[[], float], look: Callable[[float], None]
+) -> None:
+    """Ask Slurm once more and ``look`` for its answer, as long as what comes next can wait."""
+    seen.evidence_query = watch.ask()
+    stop = seen.stop_asked is not None
+    until = clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)
+    while watch.latest_query < seen.evidence_query and watch.asking and clock() < until:
+        look(clock())
+        time.sleep(_TICK_S)
+    look(clock())

@@ -126,6 +126,7 @@ class _Stock:
             nodes=environment.nodes if in_slurm and environment else (socket.gethostname(),),
             via="submitit slurm" if in_slurm else VIA_THIS_MACHINE,
             slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
+            unwanted="" if self._lifeline is None else self._lifeline.why_cut(),
         )
         if isinstance(begun, Refusal):
             Rendezvous("", "", 0).publish(self._run, self._key)

@@ -50,12 +50,14 @@ def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
     if cause is Cause.NODE_FAIL:
         hosts = (failed,) if failed else tuple(node.name for node in _gone(ending))
     told = next((each for each in ending.left if each.cause is cause), None)
+    steps = [each.step for each in ending.left]
+    steps += [] if ending.step is None else [ending.step]
     return Incident(
         id=incident_id,
         cause=cause,
         confidence=confidence,
         evidence=(*evidence, *_noticed(ending)),
-        step=ending.step if told is None else told.step,
+        step=max(steps, default=None) if told is None else told.step,
         rank=None if told is None else told.rank,
         hosts=hosts if told is None else (told.host,),
     )
@@ -64,7 +66,9 @@ def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
 def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     silence = Evidence("journal", f"the supervisor on {ending.host} ended without a word")
     row = _row(ending)
-    told = next(iter(ending.left), None)
+    # Who only lost a peer may have been the first to say so.
+    own = (each for each in ending.left if each.cause is not Cause.NCCL_ERROR)
+    told = next(own, next(iter(ending.left), None))
     if told is not None and (row is None or row.state is JobState.FAILED):
         words = Evidence(f"rank {told.rank} on {told.host}", told.text)
         return told.cause, Confidence.LIKELY, (words, silence)

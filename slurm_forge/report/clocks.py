@@ -34,5 +34,5 @@ def clock_differences(ordered: Iterable[Record]) -> Iterator[str]:
         yield (
             f"the clocks of attempts {before} and {attempt} differ by at least "
             f"{span(newest[before] - time)}: times and durations told here are off by as much; "
-            "nothing is decided by them"
+            "which lines count is decided without them"
         )

@@ -66,8 +66,9 @@ def slurm_section(survey: Survey) -> Section:
     clocks = clock_difference(
         survey.clock_ahead_s,
         "the controller's",
-        "A run saves before the end of its time limit by the clock of its first node: where that "
-        "differs as well, it saves too early, or too late.",
+        "A run saves before the end of its time limit by the controller's clock, which its first "
+        "node asks for; under submitit's own executors by the node's, so too early where that is "
+        "ahead.",
     )
     told = (*_questions(survey), *_version(survey), *clocks, *_settings(survey))
     return Section("Slurm", about, told)

@@ -25,6 +25,7 @@ from slurm_forge.slurm.accounts import (
     parse_default_account,
     parse_qos,
 )
+from slurm_forge.slurm.clock import clock_ahead
 from slurm_forge.slurm.json_answers import json_associations, json_partitions, json_qos
 from slurm_forge.slurm.nodelist import expand_nodes
 from slurm_forge.slurm.parsing import parse_config, parse_partitions
@@ -102,7 +103,7 @@ def take_survey(slurm: Asks, user: str, *, wall: Callable[[], float] = time.time
     asked = _Asked(slurm)
     before = wall()
     config = asked.of("scontrol", "show", "config", read=parse_config)
-    clock_ahead_s = None if config is None else _clock_ahead(config, before, wall())
+    clock_ahead_s = None if config is None else clock_ahead(config, before, wall())
     partitions = asked.of("scontrol", "-a", "show", "partition", read=parse_partitions)
     if partitions is None:
         partitions = asked.again(
@@ -130,14 +131,6 @@ def take_survey(slurm: Asks, user: str, *, wall: Callable[[], float] = time.time
         questions=tuple(asked.questions),
         clock_ahead_s=clock_ahead_s,
     )
-
-
-def _clock_ahead(config: ConfigRecord, before: float, after: float) -> float | None:
-    """0 where the controller's whole second lies between the question and the answer."""
-    if config.controller_time is None:
-        return None
-    controller = config.controller_time.timestamp()
-    return max(before - (controller + 1), 0.0) - max(controller - after, 0.0)
 
 
 def survey_accounts(slurm: Asks, user: str, config: ConfigRecord) -> Survey:

@@ -6,10 +6,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessFacts", "catches", "children_of", "kernel_words", "parse_stat", "read_process"]
+__all__ = [
+    "ProcessFacts",
+    "catches",
+    "children_of",
+    "exit_status",
+    "kernel_words",
+    "parse_stat",
+    "read_process",
+]
 
 _PROC = Path("/proc")
 _MOST = 4096
+#: The 52nd field of proc(5), counted from the state, which is the third.
+_EXIT_CODE = 49
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,18 @@ def read_process(pid: int) -> ProcessFacts:
         return parse_stat(text, os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError):
         return ProcessFacts("", 0.0)
+
+
+def exit_status(pid: int) -> int | None:
+    """How a process ended that its parent has not collected yet: minus the number of a signal.
+
+    None where it lives, is collected already, or the kernel does not tell.
+    """
+    try:
+        words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return os.waitstatus_to_exitcode(int(words[_EXIT_CODE])) if words[0] == "Z" else None
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def catches(pid: int, number: int) -> bool:

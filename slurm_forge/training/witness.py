@@ -27,11 +27,13 @@ from slurm_forge.control.own_connections import connection_of
 from slurm_forge.control.stack_text import essence
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory, write_atomic
+from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
+from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.training.flight_recorder import dump_into, forget
 from slurm_forge.training.port_counters import PortCounters
-from slurm_forge.training.process_facts import read_process
+from slurm_forge.training.process_facts import exit_status, read_process
 from slurm_forge.training.socket_diag import connections_of, own_addresses
 from slurm_forge.training.stacks import StackTaker
 from slurm_forge.vocabulary.cause import Cause
@@ -68,6 +70,8 @@ class Subject:
     attempt: int
     launch: int
     alone_after: float | None = None
+    #: Nobody but the witness can tell how that rank ended: no Slurm is there to be asked.
+    tells_end: bool = False
     #: The folder of NCCL's flight recorder, if there is one.
     recorder: str = ""
 
@@ -88,6 +92,8 @@ class Witness:
         #: When the witness was last stopped itself: (until, for how long).
         self._pauses: list[tuple[float, float]] = []
         self._ports = PortCounters()
+        self._kills = read_oom_kills()
+        self._has_told = False
         self.over = False
         try:
             self._socket = connect(subject.hosts, subject.port, _CONNECT_WITHIN_S)
@@ -280,6 +286,27 @@ class Witness:
             f"stopped, or C code holds the interpreter's lock; ended by its witness ({file})"
         )
         sys.stderr.write(f"slurm_forge: rank {subject.rank}: {text}\n")
+        self._leave_words("hang", text, taken.stacks, Cause.HANG)
+        with contextlib.suppress(OSError):
+            os.kill(subject.pid, signal.SIGKILL)
+        self.over = True
+
+    def tell_end(self) -> None:
+        """The worker has ended and had no time to say so: leave word how, and how far it was."""
+        if not self._subject.tells_end or self._has_told:
+            return
+        status, cause = exit_status(self._subject.pid), Cause.CRASH
+        text = "ended without a word" if status is None else f"ended with status {status}"
+        if status is not None and status < 0:
+            text = f"killed by {_signal_name(-status)}"
+            memory = killed_since(self._kills, read_oom_kills())
+            if -status == signal.SIGKILL and memory:
+                text, cause = f"{text}: {memory}", Cause.HOST_OOM
+        self._leave_words("killed", text, "", cause)
+
+    def _leave_words(self, error: str, text: str, trace: str, cause: Cause) -> None:
+        self._has_told = True
+        subject, moved = self._subject, self._reader.moved()
         with contextlib.suppress(OSError, ForgeError):
             write_last_words(
                 subject.run,
@@ -291,16 +318,13 @@ class Witness:
                     time=time.time(),
                     step=0 if moved is None else max(0, moved.position.step),
                     phase="start" if moved is None else moved.phase,
-                    error="hang",
+                    error=error,
                     text=text,
-                    trace=taken.stacks,
-                    cause=Cause.HANG.value,
+                    trace=trace,
+                    cause=cause.value,
                     micro_batch=0,
                 ),
             )
-        with contextlib.suppress(OSError):
-            os.kill(subject.pid, signal.SIGKILL)
-        self.over = True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -328,6 +352,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         attempt=int(attempt),
         launch=int(launch),
         alone_after=float(alone) or None,
+        tells_end=bool(float(alone)) and Knobs.from_environ(os.environ).lifeline,
         recorder=recorder,
     )
     witness = Witness(subject)
@@ -343,8 +368,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                     selector.register(descriptor, selectors.EVENT_READ)
             for key, _ in selector.select(timeout=witness.tick()):
                 witness.ready(key.fd)
+    witness.tell_end()
     if recorder:
         forget(recorder)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _descriptor(text: str) -> int | None:

@@ -38,7 +38,7 @@ main()
 def train(run: forge.Run) -> None:
     """Goes on until it is stopped; a few steps where the file ``enough`` was there before.
 
-    ``stuck`` keeps every rank in a step while it is there.
+    ``stuck`` keeps every rank in a step while it is there, ``wrong`` is an error.
     """
     model = nn.Linear(4, 2)
     run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -50,6 +50,8 @@ def train(run: forge.Run) -> None:
             return
         while (run.directory / "stuck").exists():
             time.sleep(0.02)
+        if (run.directory / "wrong").exists():
+            raise RuntimeError("something is wrong")
         run.train_step(batch, lambda micro: model(micro[0]).square().mean())
 
 
@@ -126,6 +128,16 @@ class Terminal:
         command.says("training from the start on 2 ranks")
         self.run.save_file.touch()
         return command.says("(SAVE file)")
+
+    def waits_before_each_start(self) -> Terminal:
+        """An hour, whatever the attempt before has ended of."""
+        waits = ", ".join(
+            f"{cause}: [{{do: requeue, times: 3, wait: 1h}}]"
+            for cause in ("app_error", "crash", "unknown")
+        )
+        with (self.folder / "job.yaml").open("a") as job:
+            job.write(f"recovery: {{{waits}}}\n")
+        return self
 
     @property
     def group(self) -> int:
@@ -265,6 +277,57 @@ def test_a_run_that_is_stopped_while_it_starts_does_not_wait_for_anybody(
     terminal.goes_on_and_finishes()
 
 
+def waits_for_its_next_start(terminal: Terminal, *, killed: bool) -> None:
+    """In rank 0, which conducts, or where that was killed in the command itself."""
+    if killed:
+        claim = newest_claim(terminal.run)
+        assert claim is not None
+        os.kill(claim.pid, signal.SIGKILL)
+        until(lambda: run_state(terminal.run).status is RunStatus.REQUEUED, "the wait")
+    else:
+        (terminal.run.path / "wrong").touch()
+        until(lambda: run_state(terminal.run).attempts[0].decisions, "the decision")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_waits_for_its_next_start_is_stopped_without_one(
+    terminal: Terminal, killed: bool
+) -> None:
+    command = terminal.waits_before_each_start().trains()
+    waits_for_its_next_start(terminal, killed=killed)
+    command.process.terminate()
+    assert command.ends() == 128 + signal.SIGTERM, command.text
+    assert terminal.nobody_is_left()
+    assert "SIGTERM: stopping: nothing was being trained, nothing is lost" in command.text
+    state = run_state(terminal.run)
+    (attempt,) = state.attempts
+    assert (state.status, state.reason) == (
+        RunStatus.STOPPED,
+        "SIGTERM before the next attempt began",
+    )
+    assert [incident.cause for _, incident in attempt.incidents] == [
+        Cause.CRASH if killed else Cause.APP_ERROR
+    ]
+    assert f"the last checkpoint is of step {state.committed_step}" in command.text
+    told = terminal.types("explain", "tiny").says("SIGTERM before the next attempt began")
+    assert "gone without a word" not in told.text
+    assert "stopped" in terminal.types("status", "tiny").says("next").text
+    (terminal.run.path / "wrong").unlink(missing_ok=True)
+    assert "resumed at step" in terminal.goes_on_and_finishes()
+
+
+def test_ranks_that_wait_for_their_next_start_notice_that_the_command_was_killed(
+    terminal: Terminal,
+) -> None:
+    command = terminal.waits_before_each_start().trains()
+    waits_for_its_next_start(terminal, killed=False)
+    command.process.kill()
+    command.ends()
+    until(terminal.nobody_is_left, "the end of the ranks")
+    state = run_state(terminal.run)
+    assert (len(state.attempts), state.status) == (1, RunStatus.STOPPED)
+
+
 @pytest.mark.slow
 def test_after_everything_was_killed_status_says_so_and_nothing_is_in_the_way(
     terminal: Terminal,
@@ -285,6 +348,8 @@ def test_after_everything_was_killed_status_says_so_and_nothing_is_in_the_way(
 def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tells(
     terminal: Terminal,
 ) -> None:
+    with (terminal.folder / "job.yaml").open("a") as job:
+        job.write("recovery: {crash: [{do: requeue, times: 2}]}\n")
     command = terminal.trains()
 
     def resumed(number: int) -> bool:
@@ -302,6 +367,11 @@ def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tel
     assert state.status is RunStatus.HELD
     assert [each.outcome for each in state.attempts] == ["requeued", "requeued", "held"]
     assert "nothing left to try" in state.reason
+    for attempt in state.attempts:
+        ((_, incident),) = attempt.incidents
+        assert (incident.cause, incident.rank) == (Cause.CRASH, 0)
+        # Where its parent had collected it before the witness came to look, how is not known.
+        assert incident.evidence[0].text in ("killed by SIGKILL", "ended without a word")
     terminal.types("explain", "tiny").says("nothing left to try")
     told = terminal.types("status", "tiny").says("held")
     assert told.ends() == 0

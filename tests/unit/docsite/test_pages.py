@@ -31,6 +31,7 @@ from slurm_forge.spec.loading import job_from_mapping, to_mapping
 from slurm_forge.spec.types import Section
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
+from tests.slurm.truth.promises import PROMISES
 from tests.unit.cli.test_examples import parse
 
 CAUSES = [DOCS / page_of(cause) for cause in Cause]
@@ -242,3 +243,13 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         built = (tmp_path / "s" / "causes" / f"{cause.value}.html").read_text()
         assert shlex.quote(cause.value) in built
         assert "```" not in built, "a block that was not understood"
+
+
+def test_the_results_of_doctor_name_every_configuration_tried_or_not() -> None:
+    text = (DOCS / "results" / "doctor.md").read_text()
+    rows = set(re.findall(r"^\| ([a-z0-9-]+) \|", text, re.M)) - {"configuration"}
+    told = re.search(r"Of the (\d+) that there are, (\d+) were not among them: ([^.]+)\.", text)
+    left_out = [] if told is None else told[3].split(", ")
+    assert [each.name for each in PROMISES if each.name not in rows] == left_out
+    if told is not None:
+        assert (int(told[1]), int(told[2])) == (len(PROMISES), len(left_out))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from slurm_forge.journal import RunStatus, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record
-from slurm_forge.journal.fold import advance, in_order
+from slurm_forge.journal.fold import advance, in_order, without_fenced
+from slurm_forge.journal.order import causal_order
 from slurm_forge.journal.state import RunState
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
@@ -432,6 +433,56 @@ def test_any_records_in_any_order_fold_to_the_same_state(
             own = [r for r in ordered if (r.writer, r.attempt) == (writer, attempt)]
             by_launch = [[r.sequence for r in own if r.launch == n] for n in (0, 1, 2)]
             assert all(numbers == sorted(numbers) for numbers in by_launch)
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> list[Record]:
+    """Records of a few launches, mostly of progress, as different writers leave them."""
+    steps = st.integers(0, 6)
+    events = st.one_of(
+        *[st.builds(ev.Progress, step=steps)] * 4,
+        st.builds(ev.Logged, step=steps, values=st.just({"loss": 1.0})),
+        st.builds(
+            ev.Resumed,
+            step=steps,
+            checkpoint=st.none(),
+            world_size=st.just(2),
+            candidates=st.sampled_from([(), ("step-00000002.a1.l1-00000000",)]),
+        ),
+        st.builds(ev.LaunchStarted, world_size=st.just(2)),
+        st.builds(ev.LaunchEnded, outcome=st.just("crash"), step=st.none() | steps),
+        st.builds(ev.Advanced, step=steps, what=st.just("x")),
+        st.builds(
+            ev.CheckpointCommitted,
+            name=steps.map(lambda step: f"step-{step:08d}.a1.l1-00000000"),
+            step=steps,
+            reason=st.just(""),
+            seconds=st.just(1.0),
+            size=st.just(1),
+        ),
+        st.just(ev.AttemptStarted(job="1", restart_count=0, nodes=(), host="n1", via="x")),
+    )
+    places = st.tuples(st.integers(1, 2), st.integers(0, 2), st.sampled_from(["rank0", "cli"]))
+    told = draw(st.lists(st.tuples(places, events), max_size=30))
+    return [
+        Record(
+            attempt=attempt,
+            launch=launch,
+            sequence=number,
+            time=float(number),
+            writer=f"{writer}-{attempt:08x}",
+            event=event,
+        )
+        for number, ((attempt, launch, writer), event) in enumerate(told)
+    ]
+
+
+@given(records=trainings())
+def test_progress_that_is_passed_over_would_have_changed_nothing(records: list[Record]) -> None:
+    state = RunState()
+    for record in causal_order(without_fenced(records)):
+        state = advance(state, record)
+    assert fold(records) == state
 
 
 def test_a_clock_that_jumps_back_does_not_reorder_a_writer() -> None:

@@ -336,6 +336,42 @@ def test_a_last_task_that_was_cancelled_is_not_revived(tmp_path: Path, allowed: 
     assert running(slurm) == [] and waiting(slurm) == []
 
 
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_that_the_run_comes_back_is_on_disk_before_slurm_is_asked_anything(
+    tmp_path: Path, tasks: int
+) -> None:
+    """Whoever is killed while Slurm takes its time has left word for ``reconcile``."""
+    run = made(tmp_path, tasks=tasks)
+    slurm = submitted(run)
+    task = begun(slurm, run)
+    asked = len(slurm.network.asked)
+    ladder = ladder_of(
+        task.attempt.file, slurm, job=task.job, restart_count=0, script=job_script(run),
+        journal=task.attempt.journal, fence=task.attempt.fence, patience=timedelta(seconds=1),
+        explain=KilledMeanwhile(),
+    )  # fmt: skip
+    with pytest.raises(Killed):
+        ladder.climb("preempted: notice")
+    assert len(slurm.network.asked) <= asked + 1
+    intent = state_of(run).open_intent
+    assert intent is not None
+    assert (intent.job, intent.reason) == ("1_1", "preempted: notice")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+class KilledMeanwhile:
+    """Its attempt is gone when the first answer comes."""
+
+    def is_needed(self) -> bool:
+        return True
+
+    def cause(self, record: JobRecord | None) -> Cause:
+        raise Killed
+
+
 class CancelledMeanwhile:
     """Explains a stop once."""
 

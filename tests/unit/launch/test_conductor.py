@@ -33,6 +33,7 @@ from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery import warning_signal as warning_module
 from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.clock import SlurmClock
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause
@@ -581,6 +582,29 @@ def test_a_clock_that_is_behind_does_not_lose_the_last_save(stage: Stage) -> Non
     stage.start()
     facts = stage.end()
     assert facts.due_time_limit and not facts.deadline_passed
+    assert facts.stopped_at is not None
+
+
+def test_a_clock_that_is_ahead_ends_no_run_early(stage: Stage) -> None:
+    stage.behind = timedelta(hours=-1)
+    known = SlurmClock(at=1000.0, time=BEGAN, ahead=-stage.behind)
+    stage.timing = replace(stage.timing, slurm_clock=known)
+    stage.slurm.answer = replace(RUNNING, end_time=BEGAN + timedelta(seconds=120))
+    stage.start()
+    facts = stage.end()
+    assert facts.due_time_limit and not facts.deadline_passed
+    assert facts.stopped_at is not None
+    assert timedelta(seconds=60) < stage.clock.now() - BEGAN < timedelta(seconds=120)
+
+
+def test_a_clock_that_is_ahead_takes_nothing_off_a_grace_time(stage: Stage) -> None:
+    stage.behind = timedelta(hours=-1)
+    known = SlurmClock(at=1000.0, time=BEGAN, ahead=-stage.behind)
+    stage.timing = replace(stage.timing, slurm_clock=known)
+    stage.start().preempt()
+    stage.notice(rank=1)
+    facts = stage.end()
+    assert (facts.deadline_passed, facts.lost) == (False, ())
     assert facts.stopped_at is not None
 
 

@@ -59,6 +59,16 @@ def test_what_a_witness_had_left_behind_counts_where_slurm_says_less(
         assert incident.evidence[0].text == "no thread ran"
 
 
+def test_who_only_lost_a_peer_does_not_say_why_it_ended_but_how_far_it_was() -> None:
+    killed = RankFailure(rank=0, host="n1", cause=Cause.CRASH, step=44, text="killed by SIGKILL")
+    lost = RankFailure(rank=1, host="n1", cause=Cause.NCCL_ERROR, step=43, text="connection closed")
+    incident = cause_of_ending(ending(left=(lost, killed)), "1.1")
+    assert (incident.cause, incident.rank, incident.step) == (Cause.CRASH, 0, 44)
+    # Where something else is known to be the cause.
+    incident = cause_of_ending(ending(left=(lost,), rows=[row("PREEMPTED")]), "1.1")
+    assert (incident.cause, incident.step) == (Cause.PREEMPTED, 43)
+
+
 @pytest.mark.parametrize(
     ("state", "cause", "confidence"),
     [

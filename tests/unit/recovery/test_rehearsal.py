@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.rehearsal import Assumed, rehearse
@@ -28,6 +28,13 @@ def job_with(recovery: Recovery) -> JobSpec:
     repeat=st.integers(1, 6),
     every=st.integers(1, 500),
 )
+@example(
+    policy=Recovery.model_validate({"straggler": []}),
+    cause=Cause.STRAGGLER,
+    at=1,
+    repeat=1,
+    every=1,
+)
 def test_any_policy_can_be_rehearsed_and_ends_within_its_budget(
     policy: Recovery, cause: Cause, at: int, repeat: int, every: int
 ) -> None:
@@ -38,7 +45,9 @@ def test_any_policy_can_be_rehearsed_and_ends_within_its_budget(
     ladder = policy.ladder(cause)
     going_on = [act for act in found.acts if act.decision.action not in FINAL]
     if found.end is None:
-        assert any(rung.times is None for rung in ladder)
+        # For a slow node nothing is held where the ladder is used up: the run goes on, slowly.
+        told = cause is Cause.STRAGGLER
+        assert told or any(rung.times is None for rung in ladder)
     else:
         taken = len(going_on) + sum(each.times for each in found.then)
         assert taken <= sum(rung.times or 0 for rung in ladder)

@@ -20,7 +20,15 @@ from slurm_forge.control import Hub
 from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import Said
 from slurm_forge.control.stack_text import threads
-from slurm_forge.training.process_facts import ProcessFacts, parse_stat, read_process
+from slurm_forge.knobs import Knobs
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.last_words import read_last_words
+from slurm_forge.training.process_facts import (
+    ProcessFacts,
+    exit_status,
+    parse_stat,
+    read_process,
+)
 from slurm_forge.training.stacks import StackTaker
 
 PROGRAM = """
@@ -133,13 +141,15 @@ def test_names_may_hold_anything(name: str, user: int, system: int) -> None:
 
 WITNESSED = """
     import os, sys, time
+    from datetime import timedelta
     from slurm_forge.control.addresses import parse_addresses
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.training.witnessed import begin_to_be_witnessed
     from slurm_forge.vocabulary.position import Position
     witnessed = begin_to_be_witnessed()
     witnessed.start(RunDirectory.at(sys.argv[1]), rank=0, world_size=1, host="here",
-                    channel=sys.argv[2], nonce="n", attempt=1, launch=1, alone_after=None)
+                    channel=sys.argv[2], nonce="n", attempt=1, launch=1,
+                    alone_after=timedelta(minutes=5) if sys.argv[3:] else None)
     witnessed.progress.enter("train")
     witnessed.progress.advance(Position(41))
     print(witnessed._process.pid, flush=True)
@@ -187,3 +197,58 @@ def test_a_witness_speaks_of_its_worker_and_dies_with_it(tmp_path: Path) -> None
     finally:
         process.kill()
         hub.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "lifeline", "told"),
+    [
+        (signal.SIGKILL, "1", "killed by SIGKILL"),
+        (signal.SIGSEGV, "1", "killed by SIGSEGV"),
+        # Slurm knows better, and kills whole jobs.
+        (signal.SIGKILL, "0", None),
+    ],
+)
+def test_of_the_rank_that_conducts_a_run_here_the_witness_tells_the_end(
+    tmp_path: Path, ends: signal.Signals, lifeline: str, told: str | None
+) -> None:
+    run = RunDirectory.at(tmp_path / "tiny")
+    run.create(b"name: tiny\n")
+    hub = Hub(world_size=1, nonce="n")
+    hub.start()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WITNESSED), str(run.path), hub.addresses, "alone"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **Knobs(lifeline=lifeline == "1").to_environ()},
+    )
+    try:
+        assert process.stdout is not None
+        witness = int(process.stdout.readline())
+        deadline = time.monotonic() + 60
+        while not hub.witnesses():
+            assert time.monotonic() < deadline, "no word of it"
+            time.sleep(0.02)
+        process.send_signal(ends)
+        # It is collected once the witness has gone, as a busy parent does.
+        while read_process(witness).state not in ("", "Z"):
+            assert time.monotonic() < deadline, "it outlived its worker"
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+        hub.close()
+    words = read_last_words(run, 1, 1)
+    assert [(each.text, each.step, each.cause) for each in words] == (
+        [] if told is None else [(told, 41, "crash")]
+    )
+
+
+def test_how_a_process_ended_is_known_until_it_is_collected() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    deadline = time.monotonic() + 60
+    while read_process(process.pid).state != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert exit_status(process.pid) == 3
+    process.wait()
+    assert exit_status(process.pid) is None
+    assert exit_status(os.getpid()) is None
