@@ -66,6 +66,8 @@ class StopExplanation:
             facts,
             now=self._now(),
             job_now=record,
+            signalled_since=record is None and facts.signalled_since,
+            job_rows=(),  # what accounting said before
             batch_signals=tuple(dict.fromkeys((*facts.batch_signals, *signals))),
         )
         if record is not None:
