@@ -217,6 +217,8 @@ class Ladder:
         reply, settled = self._persist(self._slurm.requeue_hold)
         if settled is Settled.CANCELLED:
             return Comeback(Taken.CANCELLED, "the job was cancelled")
+        if settled is Settled.WAITS:  # by our own request, of which the answer was lost, or another
+            reply = RequeueReply(RequeueOutcome.ALREADY_PENDING, "")
         if reply.outcome is RequeueOutcome.ALREADY_PENDING and not self._hold_pending():
             # Somebody has requeued it meanwhile, and it would start again.
             reply = RequeueReply(RequeueOutcome.REFUSED, "it waits in the queue, and can't be held")

@@ -247,6 +247,18 @@ def test_a_job_that_was_requeued_meanwhile_is_held_all_the_same(run: RunDirector
     assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
 
 
+def test_a_hold_whose_answer_was_lost_is_a_hold(run: RunDirectory) -> None:
+    """Else whoever releases the job would find that its start does nothing."""
+    waits = JobRecord(
+        job_id=42, name="x", state=JobState.PENDING, state_text="PENDING", restarts=4, priority=0
+    )
+    slurm = ScriptedSlurm([RequeueOutcome.UNREACHABLE], job=waits)
+    assert climb(run, slurm, hold="why").taken is Taken.HELD
+    assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
+    held = fold(read_journal(run)[0]).held
+    assert held is not None and held.confirmed
+
+
 def test_a_job_that_can_not_be_held_does_not_count_as_held(run: RunDirectory) -> None:
     """It starts again, and that start must not be taken for somebody's release."""
 
