@@ -71,6 +71,9 @@ class Explain(Protocol):
         None for ``record``: this node has no command to ask with.  None is not known.
         """
 
+    def record(self) -> JobRecord | None:
+        """The newest record that is known of the job since the stop was asked for."""
+
 
 class Settled(Enum):
     """What somebody else has made of the job."""
@@ -295,7 +298,10 @@ class Ladder:
         try:
             record = self._quick.show_job(self._job)
         except SlurmCommandError:
-            return None
+            # Once it is back in the queue only a person takes it out again.
+            known = None if self._explain is None else self._explain.record()
+            is_back = known is not None and known.restarts > self._restart_count
+            record = known if is_back else None
         return None if record is None else self._settled_by(record, again=again)
 
     def _settled_by(self, record: JobRecord, *, again: bool = False) -> Settled | None:
