@@ -84,6 +84,9 @@ class ChainLadder(Ladder):
         for.
         """
         self._check_fence()
+        if self._only_hold is None and not self._chain.to_come():
+            # The intent goes to the disk before Slurm is waited for: nothing else starts the run.
+            return super().climb(reason, update, wait=wait, arguments=arguments, soon=soon)
         # Where nobody can tell why this one ends, the next one starts by itself all the same.
         settled, waiting = self._explained() or self._settled(), self._chain.to_come()
         if settled in (Settled.WAITS, Settled.RUNS):  # Slurm, or an administrator, was quicker
