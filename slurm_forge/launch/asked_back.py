@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from slurm_forge.errors import AlreadyFinishedError, RunDirectoryError, SlurmCommandError
+from slurm_forge.errors import (
+    AlreadyFinishedError,
+    RunDirectoryError,
+    SlurmCommandError,
+    SlurmUnreachableError,
+)
 from slurm_forge.files import make_private_directory
 from slurm_forge.journal import (
     JournalWriter,
@@ -47,7 +52,7 @@ from slurm_forge.person import person
 from slurm_forge.recovery.classify import is_unexplained
 from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
-from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec.run_file import RunFile, read_run_file
@@ -247,7 +252,7 @@ def reconcile(
                 if successor is None and found.state in PENDING_LIKE:
                     text += _give(found.job_ref, decided(), wait, slurm, journal)
                 return Brought(found.job_ref, text, changed=False)
-            end = _end_of(intent.job, slurm)
+            end = _end_of(intent.job, slurm, sure=not by_person)
             if end is JobState.CANCELLED:
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
             if end is JobState.COMPLETING and not by_person:
@@ -304,16 +309,23 @@ def _stays_cancelled(
     return Brought(job, text, changed=False)
 
 
-def _end_of(job: str, slurm: Slurm) -> JobState | None:
-    """The job's state, from accounting where the controller does not tell; None: nowhere."""
+def _end_of(job: str, slurm: Slurm, *, sure: bool) -> JobState | None:
+    """The job's state, from accounting where the controller does not tell; None: nowhere.
+
+    ``sure``: ``SlurmUnreachableError`` where only accounting can tell, and does not answer.
+    """
     record = _record(job, slurm)
     if record is not None and record.state is not JobState.COMPLETING:
         return record.state
-    with contextlib.suppress(SlurmCommandError):
+    try:
         rows = [row for row in slurm.accounting(job) if row.step is None]
         # Of a job that is ending accounting may still know no more than that it runs.
         if rows and (record is None or rows[-1].state is JobState.CANCELLED):
             return rows[-1].state
+    except SlurmCommandError as error:
+        silent = isinstance(error, SlurmUnreachableError) and error.returncode != COMMAND_NOT_FOUND
+        if sure and silent and record is None:
+            raise
     return None if record is None else record.state
 
 

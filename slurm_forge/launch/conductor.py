@@ -173,7 +173,7 @@ class Conductor:
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
             probe=self._judge.failed,
-            job_now=self._watch.since(self._seen.evidence_query),
+            watch=self._watch,
             launched=self._launched,
             clock=self._clock(),
             witnesses={rank: view.heard for rank, view in self._hub.witnesses().items()},
@@ -354,6 +354,8 @@ class Conductor:
         if source != _BATCH or not seen or seen[-1] != name:
             self._note(NoticeSeen(what=name, source=source))
         newly = source == _BATCH and not seen and self._seen.stop_asked is not None
+        if source == _BATCH:
+            self._seen.batch_query = self._watch.next_query
         seen.append(name)
         self._ask_stop(name)
         if newly:

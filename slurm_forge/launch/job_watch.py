@@ -71,6 +71,11 @@ class JobWatch:
         self._background(partial(_comment, self._slurm, self._job, line))
 
     @property
+    def next_query(self) -> int:
+        """The number of the first query that is begun from now on."""
+        return self._begun + 1
+
+    @property
     def asking(self) -> bool:
         """Whether an answer is still awaited."""
         return self._asking is not None

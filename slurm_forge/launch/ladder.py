@@ -71,6 +71,9 @@ class Explain(Protocol):
         None for ``record``: this node has no command to ask with.  None is not known.
         """
 
+    def record(self) -> JobRecord | None:
+        """The newest record that is known of the job since the stop was asked for."""
+
 
 class Settled(Enum):
     """What somebody else has made of the job."""
@@ -217,6 +220,8 @@ class Ladder:
         reply, settled = self._persist(self._slurm.requeue_hold)
         if settled is Settled.CANCELLED:
             return Comeback(Taken.CANCELLED, "the job was cancelled")
+        if settled is Settled.WAITS:  # by our own request, of which the answer was lost, or another
+            reply = RequeueReply(RequeueOutcome.ALREADY_PENDING, "")
         if reply.outcome is RequeueOutcome.ALREADY_PENDING and not self._hold_pending():
             # Somebody has requeued it meanwhile, and it would start again.
             reply = RequeueReply(RequeueOutcome.REFUSED, "it waits in the queue, and can't be held")
@@ -293,7 +298,10 @@ class Ladder:
         try:
             record = self._quick.show_job(self._job)
         except SlurmCommandError:
-            return None
+            # Once it is back in the queue only a person takes it out again.
+            known = None if self._explain is None else self._explain.record()
+            is_back = known is not None and known.restarts > self._restart_count
+            record = known if is_back else None
         return None if record is None else self._settled_by(record, again=again)
 
     def _settled_by(self, record: JobRecord, *, again: bool = False) -> Settled | None:

@@ -228,6 +228,7 @@ class ProgramConductor:
         if source == _BATCH:
             first = not seen.batch_signals and seen.stop_asked is not None
             seen.batch_signals.append(what)
+            seen.batch_query = self._watch.next_query
             if first:  # what Slurm said before does not explain it
                 seen.evidence_query = self._watch.ask()
         elif source == _STEPS:
@@ -324,7 +325,8 @@ class ProgramConductor:
             step=self._progress.step,
             job_first=seen.first_record,
             job=seen.notice_record,
-            job_now=self._watch.since(seen.evidence_query),
+            job_now=seen.job_now(self._watch),
+            signalled_since=self._watch.latest_query < seen.batch_query,
             restart_count=self._restart_count,
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,

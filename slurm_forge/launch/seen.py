@@ -9,6 +9,7 @@ from typing import Protocol
 
 from slurm_forge.control import MemberView
 from slurm_forge.control import protocol as p
+from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.recovery.launch_facts import (
     LaunchFacts,
     LostRank,
@@ -70,6 +71,8 @@ class Seen:
     #: The first query that was begun after the newest signal or the launch's end: Slurm's earlier
     #: answers say nothing about either.
     evidence_query: int = 0
+    #: The first query that was begun after the newest signal for the batch step.
+    batch_query: int = 0
     #: The last save asked for, until it is agreed, and then the step at which it comes.
     save_request: int | None = None
     save_step: int = 0
@@ -110,6 +113,11 @@ class Seen:
             if member.connected and silent and rank not in self.said_goodbye:
                 yield LostRank(rank, member.host)
 
+    def job_now(self, watch: JobWatch) -> JobRecord | None:
+        """What Slurm has said of the job since the end, or else since the batch step's signal."""
+        since_end = watch.since(self.evidence_query)
+        return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
+
     def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
 
@@ -129,7 +137,7 @@ class Seen:
         lead: timedelta,
         planned_end: datetime | None,
         probe: Found | None,
-        job_now: JobRecord | None,
+        watch: JobWatch,
         launched: Launched | None,
         clock: float | None = None,
         witnesses: Mapping[int, float] | None = None,
@@ -151,7 +159,8 @@ class Seen:
             checkpoint=None if self.stopped is None else self.stopped.checkpoint,
             job_first=self.first_record,
             job=self.notice_record,
-            job_now=job_now,
+            job_now=self.job_now(watch),
+            signalled_since=watch.latest_query < self.batch_query,
             lead=lead,
             planned_end=planned_end,
             stop_file=self.stop_file,

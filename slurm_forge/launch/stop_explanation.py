@@ -43,6 +43,12 @@ class StopExplanation:
         self._explained: tuple[str, ...] = ()
         self._asked_with: tuple[str, ...] = ()
         self._is_explained = False
+        self._record: JobRecord | None = None
+
+    def record(self) -> JobRecord | None:
+        """The newest record that is known of the job since the stop was asked for."""
+        facts = self._attempt.facts
+        return self._record or (None if facts is None else facts.job_now or facts.job)
 
     def is_needed(self) -> bool:
         """Whether Slurm has to be asked; its next answer explains the signals that came so far."""
@@ -61,11 +67,14 @@ class StopExplanation:
         """
         attempt = self._attempt
         signals = self._asked_with
+        self._record = record or self._record
         facts = attempt.facts or LaunchFacts(now=self._now())
         facts = replace(
             facts,
             now=self._now(),
             job_now=record,
+            signalled_since=record is None and facts.signalled_since,
+            job_rows=(),  # what accounting said before
             batch_signals=tuple(dict.fromkeys((*facts.batch_signals, *signals))),
         )
         if record is not None:

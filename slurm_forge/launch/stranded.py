@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.launch.chain import chain_of, comment_of
+from slurm_forge.launch.evidence import with_accounting
+from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["leave_to_slurm"]
 
@@ -25,11 +28,17 @@ def leave_to_slurm(
 ) -> str:
     """Requeue the job for later, or hold it where that was tried often; what became of it.
 
+    A job that somebody has cancelled, for the failing storage perhaps, is left alone.
+
     ``in_chain``: it is a task of an array of the run, of which the next one is started later.
     """
     comment = JobUpdate(comment=comment_of(reason))
     chain = chain_of(job, 1 if in_chain else None, slurm)
     waiting = None if chain is None else chain.waiting()
+    if _is_cancelled(slurm, job, restart_count):
+        if chain is not None and waiting:
+            chain.hold(waiting, f"task {job} was cancelled")
+        return "it was cancelled, and stays that"
     if chain is not None and waiting:
         with contextlib.suppress(SlurmCommandError):
             chain.update(waiting, replace(comment, start_after=_LATER))
@@ -45,3 +54,20 @@ def leave_to_slurm(
     with contextlib.suppress(SlurmCommandError):
         slurm.update_job(job, JobUpdate(start_after=_LATER))
     return "requeued"
+
+
+def _is_cancelled(slurm: Slurm, job: str, restart_count: int) -> bool:
+    """Whether somebody has cancelled it, as far as Slurm says so."""
+    record = None
+    with contextlib.suppress(SlurmCommandError):
+        record = slurm.show_job(job)
+    if record is None:
+        return False
+    facts = LaunchFacts(
+        now=datetime.now(timezone.utc),
+        restart_count=restart_count,
+        job_now=record,
+        # Nobody has kept those that came; without one, nothing here would be a stop.
+        batch_signals=("SIGTERM",),
+    )
+    return classify(with_accounting(facts, job, slurm), "").cause is Cause.USER_CANCELLED

@@ -16,6 +16,7 @@ from slurm_forge.recovery.slurm_says import (
     killed_for_memory,
     node_lost,
     of_a_stop,
+    says_why,
 )
 from slurm_forge.recovery.stragglers import in_words
 from slurm_forge.recovery.vanished import vanished
@@ -139,11 +140,14 @@ def _judge(facts: LaunchFacts) -> Judged:
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
     heard = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
     asked = heard or is_ending(facts)
+    explained = not facts.signalled_since or says_why(facts)
     if asked:
         from_slurm = of_a_stop(facts)
-        if from_slurm is not None:
+        # Somebody may have cancelled a job that was preempted before.
+        cancelled = from_slurm is not None and from_slurm[0] is Cause.USER_CANCELLED
+        if from_slurm is not None and (cancelled or explained):
             return from_slurm
-    if facts.batch_signals and facts.job is None and facts.job_now is None:
+    if facts.batch_signals and (not explained or (facts.job is None and facts.job_now is None)):
         return _not_known_yet(facts)  # whatever ranks say or do from here on follows from it
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
@@ -185,7 +189,7 @@ def _judge(facts: LaunchFacts) -> Judged:
 def _not_known_yet(facts: LaunchFacts) -> Judged:
     """A stop that nothing explains so far: treated as a preemption until Slurm says more."""
     signals = ", ".join((*facts.rank_signals, *facts.batch_signals)) or "the end of the time"
-    if facts.job is None and facts.job_now is None:
+    if facts.signalled_since or (facts.job is None and facts.job_now is None):
         text = f"{signals}; Slurm has not answered since, so the cause is not known yet"
     else:
         text = f"{signals} without anything in Slurm's records that explains it"

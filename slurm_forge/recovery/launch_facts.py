@@ -105,6 +105,8 @@ class LaunchFacts:
     deadline_passed: bool = False
     rank_signals: tuple[str, ...] = ()
     batch_signals: tuple[str, ...] = ()
+    #: The batch step was signalled after all that Slurm has answered: no record explains that.
+    signalled_since: bool = False
     failures: tuple[RankFailure, ...] = ()
     lost: tuple[LostRank, ...] = ()
     #: Ranks that were waited for in vain at the start.

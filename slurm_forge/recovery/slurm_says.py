@@ -36,6 +36,7 @@ __all__ = [
     "node_lost",
     "of_a_stop",
     "of_node",
+    "says_why",
 ]
 
 #: Cause, confidence, and what that rests on.
@@ -117,7 +118,7 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     if certain is not None:
         return certain
     cancelled = _cancelled_early(facts) or _before_the_grace_is_over(facts)
-    if cancelled is not None:
+    if cancelled is not None and not says_why(facts):
         return cancelled
     for job in records:
         if job.preempt_time is not None:
@@ -127,6 +128,14 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     if lost is not None:
         return lost
     return _by_records(facts, records) or _by_words(facts, records)
+
+
+def says_why(facts: LaunchFacts) -> bool:
+    """Whether slurmstepd says what the whole job is ended for, which it does not of a person's end.
+
+    Not of a step alone: that may be an earlier launch's, whose words stand in the same output.
+    """
+    return any(not each.is_step and each.reason in _REASONS for _, each in _printed(facts))
 
 
 def _cancelled_early(facts: LaunchFacts) -> Judged | None:
@@ -169,7 +178,10 @@ def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
     job = _ended_in_grace(facts)
     if job is None or facts.grace is None or job.end_time is None or job.preempt_time is None:
         return None
-    if job.end_time >= job.preempt_time + facts.grace - timedelta(seconds=1):
+    over = job.preempt_time + facts.grace
+    if job.start_time is not None and job.time_limit is not None:
+        over = min(over, job.start_time + job.time_limit - timedelta(seconds=1))
+    if job.end_time >= over - timedelta(seconds=1):
         return None
     text = (
         f"PreemptTime={_clock(job.preempt_time)} EndTime={_clock(job.end_time)}, before the end of "
@@ -184,7 +196,7 @@ def needs_accounting(facts: LaunchFacts) -> bool:
     The job's record says nothing that is certain about either.  Accounting knows at once, while
     the job is still completing (tried on 22.05.8 and 26.05.3).
     """
-    if facts.job_rows or not (facts.rank_signals or facts.batch_signals):
+    if facts.job_rows or not (facts.rank_signals or facts.batch_signals or is_ending(facts)):
         return False
     judged = of_a_stop(facts)
     if judged is None or _ended_in_grace(facts) is not None:
@@ -206,6 +218,8 @@ def _by_accounting(facts: LaunchFacts) -> Judged | None:
         if row.state is not JobState.PENDING  # the start that is to follow
         and (began is None or not _ended_before(row, began))
     ]
+    if began is None:  # the job's rows are one for each of its starts
+        rows = rows[facts.restart_count or 0 :]
     if not rows or rows[-1].state not in BY_STATE:
         return None
     evidence = Evidence("sacct", f"State={rows[-1].state_text}")
@@ -247,7 +261,7 @@ def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
         if _at_its_limit(job, facts):
             text = f"EndTime={_clock(job.end_time)} is start plus TimeLimit"
             return Cause.TIME_LIMIT, Confidence.LIKELY, (Evidence("scontrol", text),)
-    for job in records:
+    for job in () if says_why(facts) else records:
         # Its end is past by the controller's clock, which may be ahead of this node's.
         if job.state in (JobState.COMPLETING, JobState.COMPLETED) and job.end_time is not None:
             text = f"JobState={job.state.value} EndTime={_clock(job.end_time)} PreemptTime=None"

@@ -392,11 +392,13 @@ class World:
     def __init__(
         self, run: RunDirectory, end: End, answers: Answers, grace: float, front: Front,
         mode: PartitionPreemption = PartitionPreemption.REQUEUE, *,
-        cancelled_after: timedelta | None = None,
+        cancelled_after: timedelta | None = None, slow_after: timedelta = timedelta(0),
     ) -> None:  # fmt: skip
         self.run, self.end, self.front = run, end, front
         #: How long after it somebody cancels the job as well.
         self.cancelled_after = cancelled_after
+        #: How long after it the controller is still quick.
+        self.slow_after = slow_after
         self.grace = timedelta(seconds=grace)
         self.trouble = Trouble(answers)
         self.starts = 0
@@ -460,12 +462,18 @@ class World:
         assert self.watch is not None
         self.watch.ask()
 
+    def _trouble_begins(self) -> None:
+        self.trouble.is_on = True
+
     def _trouble_is_over(self) -> None:
         self.trouble.is_on = False
 
     def _strike(self, job: str) -> None:
         fake = self.fake
-        self.trouble.is_on = True
+        if self.slow_after:
+            fake.clock.after(self.slow_after, self._trouble_begins)
+        else:
+            self._trouble_begins()
         (record,) = fake.controller.found(job)
         if self.cancelled_after is not None:
             self.fake.clock.after(self.cancelled_after, lambda: self.fake.cancel(job))

@@ -317,6 +317,32 @@ def test_one_task_alone_that_was_cancelled_lets_nothing_follow(tmp_path: Path) -
     assert waiting(slurm) == [("1_2", True), ("1_3", True)]
 
 
+def test_the_last_task_has_its_intent_on_disk_before_slurm_is_waited_for(tmp_path: Path) -> None:
+    """Whoever is killed meanwhile is brought back by that."""
+    run = made(tmp_path, tasks=1)
+    task = begun(submitted(run), run)
+    seen: list[bool] = []
+
+    class Asking:
+        def is_needed(self) -> bool:
+            seen.append(state_of(run).open_intent is not None)
+            return False
+
+        def cause(self, record: JobRecord | None) -> Cause | None:
+            return None
+
+        def record(self) -> JobRecord | None:
+            return None
+
+    ladder = ladder_of(
+        task.attempt.file, task.client, job=task.job, restart_count=0, script=None,
+        journal=task.attempt.journal, fence=task.attempt.fence, patience=timedelta(seconds=1),
+        explain=Asking(),
+    )  # fmt: skip
+    assert ladder.climb("why").taken is Taken.REQUEUED
+    assert seen and all(seen)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_last_task_that_was_cancelled_is_not_revived(tmp_path: Path, allowed: bool) -> None:
     """While the job is still completing only the explanation of the stop knows of it."""

@@ -16,7 +16,7 @@ from slurm_forge.launch.outputs import Output, RankOutput
 from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
-from slurm_forge.slurm.records import AccountingRecord, NodeRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
@@ -124,6 +124,16 @@ def test_where_somebody_wants_the_nodes_no_time_is_lost_by_questions(run: RunDir
     slurm = Asked()
     look(replace(LOST, rank_signals=("SIGTERM",)), run, slurm)
     assert slurm.questions == []
+
+
+def test_an_end_that_nobody_has_heard_of_is_asked_about_as_well(run: RunDirectory) -> None:
+    """A job that is only seen to be completing may have been cancelled, or ended by Slurm."""
+    ending = JobRecord(
+        job_id=7, name="x", state=JobState.COMPLETING, state_text="COMPLETING", end_time=NOW
+    )
+    slurm = Asked()
+    look(replace(LOST, lost=(), job_now=ending), run, slurm)
+    assert slurm.questions == ["sacct 7"]
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.testing.cluster.spec import PartitionPreemption
 from slurm_forge.vocabulary.cause import Cause, Confidence
+from tests.unit.launch import evidence_world
 from tests.unit.launch.evidence_world import Answers, End, Front, World
 
 RIGHT = {
@@ -52,6 +53,7 @@ class VirtualTime:
 def played(
     folder: Path, monkeypatch: pytest.MonkeyPatch, end: End, answers: Answers, grace: float,
     front: Front, mode: PartitionPreemption = REQUEUE, cancelled_after: timedelta | None = None,
+    slow_after: timedelta = timedelta(0),
 ) -> World:  # fmt: skip
     run = RunDirectory.at(folder / "run")
     what = {"entry": "a.b:train"} if front is Front.RANKS else {"command": ["train"]}
@@ -59,7 +61,10 @@ def played(
     run.create(
         RunFile(submitted_from=str(folder), python=sys.executable, job=job).to_yaml().encode()
     )
-    world = World(run, end, answers, grace, front, mode, cancelled_after=cancelled_after)
+    world = World(
+        run, end, answers, grace, front, mode, cancelled_after=cancelled_after,
+        slow_after=slow_after,
+    )  # fmt: skip
     monkeypatch.setattr(questions_module, "time", VirtualTime(world))
     monkeypatch.setattr(program_module, "time", VirtualTime(world))
     for module in (conductor_module, program_module, questions_module):
@@ -118,5 +123,19 @@ def test_a_scancel_while_the_ladder_asks(
     world = played(
         tmp_path, monkeypatch, End.PREEMPTION, Answers.AFTER_4_S, 30, front,
         cancelled_after=timedelta(seconds=after_s),
+    )  # fmt: skip
+    assert (world.starts, world.state.status.value) == (1, "cancelled")
+
+
+@pytest.mark.parametrize("front", Front)
+@pytest.mark.parametrize("after_s", [2.5, 5.2])
+def test_a_scancel_after_slurm_has_told_of_a_preemption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_s: float, front: Front
+) -> None:
+    """What it said then explains no later signal, and the next answer takes its time."""
+    monkeypatch.setattr(evidence_world, "SAVE_S", 5.0)
+    world = played(
+        tmp_path, monkeypatch, End.PREEMPTION, Answers.AFTER_4_S, 30, front,
+        cancelled_after=timedelta(seconds=after_s), slow_after=timedelta(seconds=2),
     )  # fmt: skip
     assert (world.starts, world.state.status.value) == (1, "cancelled")

@@ -14,12 +14,13 @@ from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableE
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
 from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFailed, RequeueIntended
-from slurm_forge.launch.ladder import PATIENCE, Comeback, Ladder, Taken
+from slurm_forge.launch.ladder import PATIENCE, Comeback, Explain, Ladder, Taken
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.vocabulary.cause import Cause
 
 SUCCESSOR = "sbatch --dependency=afterany:42 --begin=now job.sbatch"
 
@@ -95,6 +96,7 @@ def climb(
     arguments: Sequence[str] = (),
     hold: str = "",
     only_hold: str | None = None,
+    explain: Explain | None = None,
 ) -> Comeback:
     attempt = claim(run)
     waits = Waits() if waits is None else waits
@@ -110,6 +112,7 @@ def climb(
         sleep=waits.append,
         clock=waits.now,
         only_hold=only_hold,
+        explain=explain,
     )
     if hold:
         return ladder.hold(hold)
@@ -165,6 +168,31 @@ def test_what_slurm_does_not_know_to_be_back_is_requeued(
     slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=job)
     assert climb(run, slurm).taken is Taken.REQUEUED
     assert slurm.asked == ["requeue 42"]
+
+
+@pytest.mark.parametrize(("restarts", "asked"), [(4, []), (3, ["requeue 42"])])
+def test_a_job_that_was_back_before_slurm_fell_silent_is_not_requeued_again(
+    run: RunDirectory, restarts: int, asked: list[str]
+) -> None:
+    """That would revive it if a person has cancelled it in the queue."""
+
+    class Explained:
+        def is_needed(self) -> bool:
+            return False
+
+        def cause(self, record: JobRecord | None) -> Cause | None:
+            return Cause.ADMIN_REQUEUE
+
+        def record(self) -> JobRecord | None:
+            state = JobState.COMPLETING
+            return JobRecord(
+                job_id=42, name="x", state=state, state_text=state.value, restarts=restarts
+            )
+
+    silent = SlurmUnreachableError(["scontrol"], 124, "no answer")
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=silent)
+    assert climb(run, slurm, explain=Explained()).taken is Taken.REQUEUED
+    assert slurm.asked == asked
 
 
 def test_a_hold_that_slurm_has_not_answered_is_not_believed(run: RunDirectory) -> None:
@@ -245,6 +273,18 @@ def test_a_job_that_was_requeued_meanwhile_is_held_all_the_same(run: RunDirector
     slurm = ScriptedSlurm([RequeueOutcome.ALREADY_PENDING])
     assert climb(run, slurm, hold="why").taken is Taken.HELD
     assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
+
+
+def test_a_hold_whose_answer_was_lost_is_a_hold(run: RunDirectory) -> None:
+    """Else whoever releases the job would find that its start does nothing."""
+    waits = JobRecord(
+        job_id=42, name="x", state=JobState.PENDING, state_text="PENDING", restarts=4, priority=0
+    )
+    slurm = ScriptedSlurm([RequeueOutcome.UNREACHABLE], job=waits)
+    assert climb(run, slurm, hold="why").taken is Taken.HELD
+    assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
+    held = fold(read_journal(run)[0]).held
+    assert held is not None and held.confirmed
 
 
 def test_a_job_that_can_not_be_held_does_not_count_as_held(run: RunDirectory) -> None:

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
+from slurm_forge.slurm.records import AccountingRecord, JobRecord
+from slurm_forge.slurm.states import JobState
+
+NOW = datetime.now(timezone.utc)
+RUNNING = JobRecord(
+    job_id=7,
+    name="x",
+    state=JobState.RUNNING,
+    state_text="RUNNING",
+    start_time=NOW - timedelta(hours=1),
+    end_time=NOW + timedelta(hours=3),
+    time_limit=timedelta(hours=4),
+)
+ENDING = replace(RUNNING, state=JobState.COMPLETING, end_time=NOW)
 
 
 @dataclass
 class Slurm:
     outcome: RequeueOutcome = RequeueOutcome.REQUEUED
     asked: list[str] = field(default_factory=list)
+    #: None: it does not answer what it is only asked.
+    job: JobRecord | None = RUNNING
+    accounted: JobState | None = None
+
+    def show_job(self, job: str) -> JobRecord:
+        if self.job is None:
+            raise SlurmUnreachableError(["scontrol"], 124, "no answer")
+        return self.job
+
+    def accounting(self, job: str) -> tuple[AccountingRecord, ...]:
+        if self.accounted is None:
+            raise SlurmUnreachableError(["sacct"], 124, "no answer")
+        return (
+            AccountingRecord(
+                job_ref=job, step=None, job_id=7, state=self.accounted, state_text="",
+                start_time=RUNNING.start_time,
+            ),
+        )  # fmt: skip
 
     def requeue(self, job: str) -> RequeueReply:
         self.asked.append(f"requeue {job}")
@@ -44,6 +78,26 @@ def test_and_held_in_the_end() -> None:
     slurm = Slurm()
     assert leave_to_slurm(slurm, "7", "full", restart_count=20) == "held"  # type: ignore[arg-type]
     assert slurm.asked[-1] == "requeuehold 7"
+
+
+@pytest.mark.parametrize(
+    ("job", "accounted", "stays"),
+    [
+        (ENDING, JobState.CANCELLED, True),
+        (ENDING, None, True),
+        (ENDING, JobState.PREEMPTED, False),
+        (replace(ENDING, preempt_time=NOW), JobState.CANCELLED, True),
+        (replace(ENDING, preempt_time=NOW), None, False),
+        (None, None, False),
+    ],
+)
+def test_a_job_that_was_cancelled_is_not_revived(
+    job: JobRecord | None, accounted: JobState | None, stays: bool
+) -> None:
+    """For a storage that fails, perhaps; a preempted one comes back."""
+    slurm = Slurm(job=job, accounted=accounted)
+    leave_to_slurm(slurm, "7", "stale handle", restart_count=0)  # type: ignore[arg-type]
+    assert ("requeue 7" not in slurm.asked) is stays
 
 
 def test_what_slurm_refuses_is_told() -> None:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
+from slurm_forge.errors import (
+    ConfigError,
+    RunDirectoryError,
+    SlurmCommandError,
+    SlurmUnreachableError,
+)
 from slurm_forge.journal import JournalWriter, RunStatus, read_journal
 from slurm_forge.journal.events import (
     AttemptEnded,
@@ -453,6 +458,24 @@ def test_a_watcher_waits_until_a_job_has_ended(
     queue.put(7, JobState.CANCELLED)
     assert not reconcile(run, queue, by_person=False).changed  # type: ignore[arg-type]
     assert queue.asked == [] and run_state(run).status is RunStatus.CANCELLED
+
+
+def test_a_watcher_waits_for_accounting_where_only_that_knows_of_a_cancellation(
+    run: RunDirectory, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site without ``sacct`` has none to wait for."""
+    left_open(run)
+    keep_successor(run, "#!/bin/bash\n")
+
+    def silent(job: str, status: int = 1) -> tuple[AccountingRecord, ...]:
+        raise SlurmUnreachableError(["sacct"], status, "no database")
+
+    monkeypatch.setattr(queue, "accounting", silent)
+    with pytest.raises(SlurmUnreachableError):
+        reconcile(run, queue, by_person=False)  # type: ignore[arg-type]
+    assert queue.asked == []
+    monkeypatch.setattr(queue, "accounting", lambda job: silent(job, 127))
+    assert reconcile(run, queue, by_person=False).changed  # type: ignore[arg-type]
 
 
 def test_a_watcher_does_not_guess_what_a_forgotten_job_was_ended_for(

@@ -67,6 +67,9 @@ IN_GRACE = job(preempt_time=NOW, end_time=NOW + timedelta(seconds=10))
 ENDING_NOW = job(JobState.COMPLETING, end_time=NOW)
 TERM = {"rank_signals": ("SIGTERM",)}
 BOTH = {**TERM, "batch_signals": ("SIGTERM",)}
+ENDED_BY_PREEMPTION = (
+    "slurmstepd-n1: error: *** JOB 42 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO PREEMPTION ***"
+)
 KILLED_NODE = "srun: error: Node failure on n2\nsrun: Job step aborted: Waiting up to 7 seconds"
 # As Slurm 22.05.8 says it; others write "slurmstepd:" without the node.
 OOM = (
@@ -213,6 +216,53 @@ CASES = [
         Confidence.CERTAIN,
         {**BOTH, "job": CANCELLED_IN_GRACE, "job_rows": (row(JobState.CANCELLED),)},
         says="CANCELLED",
+    ),
+    Case(
+        "the batch step was signalled after a preemption, and Slurm has not answered since",
+        Cause.PREEMPTED,
+        Confidence.GUESS,
+        {**BOTH, "job": IN_GRACE, "signalled_since": True, "stopped_at": 70},
+        says="not known yet",
+    ),
+    Case(
+        "the same where slurmstepd says that the preemption has ended the job",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {**BOTH, "job": IN_GRACE, "signalled_since": True, "batch_text": ENDED_BY_PREEMPTION},
+    ),
+    Case(
+        "the time limit came before the grace time was over, and accounting does not answer",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job": replace(CANCELLED_IN_GRACE, start_time=NOW - LIMIT),
+            "grace": timedelta(seconds=30),
+        },
+    ),
+    Case(
+        "a limit of the account, by slurmstepd's words alone",
+        Cause.TIME_LIMIT,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "job_first": RUNNING,
+            "job": ENDING_NOW,
+            "job_now": ENDING_NOW,
+            "batch_text": ENDED_BY_PREEMPTION.replace("PREEMPTION", "TIME LIMIT"),
+        },
+        says="DUE TO TIME LIMIT",
+    ),
+    Case(
+        "no record of a second start, and accounting knows only how the first one ended",
+        Cause.ADMIN_REQUEUE,
+        Confidence.LIKELY,
+        {
+            **BOTH,
+            "restart_count": 1,
+            "job_rows": (row(JobState.PREEMPTED),),
+            "batch_text": ENDED_BY_PREEMPTION.replace("PREEMPTION", "JOB REQUEUE"),
+        },
     ),
     Case(
         "scancel of a second start, and accounting knows only how the first one ended",
