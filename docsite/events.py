@@ -35,19 +35,27 @@ def _kind(event: Any) -> str:
 
 
 def _section(kind: Any) -> Iterator[str]:
-    yield paragraph(inspect.cleandoc(kind.__doc__ or ""))
+    said, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:\n")
+    yield paragraph(said)
     if issubclass(kind, Enum):
         yield ""
         yield ", ".join(code(each.value) for each in kind)
         return
+    meant = _descriptions(attributes)
     rows = [
-        (code(each.name), code(_type(each)), _default(each))
+        (code(each.name), code(_type(each)), _default(each), *([meant[each.name]] if meant else ()))
         for each in dataclasses.fields(kind)
         if each.name != "kind"
     ]
     if rows:
         yield ""
-        yield from table(("field", "type", "default"), rows)
+        yield from table(("field", "type", "default", *([""] if meant else ())), rows)
+
+
+def _descriptions(attributes: str) -> dict[str, str]:
+    """Of each field, from the part ``Attributes:`` of a docstring; empty where there is none."""
+    entries = re.split(r"^ {4}(\w+): ", attributes, flags=re.MULTILINE)[1:]
+    return dict(zip(entries[::2], map(paragraph, entries[1::2]), strict=True))
 
 
 def _type(field: dataclasses.Field[Any]) -> str:

@@ -16,7 +16,7 @@ __all__ = ["variables"]
 _PEOPLE = {
     "site": "Name or file of the site, as `--site`; above `site:` of settings.",
     "runs": "Folder of runs, as `--runs`; else `runs:` of settings, else `./runs`.",
-    "nodes": "Folder of the node ledger, or `off` (docs/nodes.md).",
+    "nodes": "Folder of the node ledger, or `off` (docs/how-to/nodes.md).",
     "config_home": "Where your settings and site files are (XDG): the folder `slurm_forge` in it; "
     "else `~/.config`.",
     "state_home": "Where programs of yours keep what they remember (XDG); else `~/.local/state`.",
