@@ -5,6 +5,7 @@ Called with mkdocs' own objects, which publish no types of use here.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from docsite.links import OTHERS, rewritten
 __all__ = ["on_files", "on_page_markdown"]
 
 _TOP = Path(__file__).resolve().parent.parent
+_COMMENT = re.compile(r"\A\s*<!--.*?-->\s*", re.DOTALL)
 _SOURCES = {page: source for source, page in OTHERS.items()}
 
 
@@ -30,6 +32,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with its links as they are on the site."""
+    """The page with its links as they are on the site.
+
+    Without the comment that a generated page begins with: mkdocs takes a title from the first line.
+    """
     name = page.file.src_uri
-    return rewritten(markdown, _SOURCES.get(name, f"docs/{name}"))
+    text = _COMMENT.sub("", markdown)
+    return rewritten(text, _SOURCES.get(name, f"docs/{name}"))

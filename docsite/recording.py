@@ -26,11 +26,11 @@ __all__ = ["Line", "record", "svg"]
 _BEFORE = "slurm-forge init demo --yes --tasks-per-node 2"
 _COMMANDS = ("slurm-forge run train.yaml --inject term@100:rank0,nan@200",)
 _PICTURE = Path(__file__).resolve().parent.parent / "docs" / "assets" / "recording.svg"
-_COLUMNS = 112
+_COLUMNS = 100
 _FONT_PX, _ROW_PX, _MARGIN_PX = 13, 18, 16
 _CHARACTER_PX = 0.602 * _FONT_PX
 #: Between two lines that are shown, whatever was between them when they were printed.
-_LEAST_S, _MOST_S, _AFTER_COMMAND_S = 0.04, 0.9, 0.6
+_LEAST_S, _MOST_S, _AFTER_COMMAND_S = 0.04, 0.5, 0.4
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 _TIME = re.compile(r"(\s*\d\d:\d\d:\d\d)(  .*)?$")
 _MARKS = (

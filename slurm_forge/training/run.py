@@ -49,15 +49,15 @@ class Run:
     A training function gets it as its first argument; ``attach`` returns it in a script.
 
     Attributes:
-        name: The name of the run.
-        directory: The run directory, on storage that all nodes see.
-        args: The job's ``args``, for a training function that takes the run alone.
-        device: The device of this rank: its GPU, else the CPU.
-        rank: The rank of this process, from 0.
-        local_rank: The rank among those on the same node, from 0.
-        world_size: The number of ranks.
-        attempt: Which start of the Slurm job this is, from 1.
-        launch: Which start of the ranks within the attempt this is, from 1.
+        name (str): The name of the run.
+        directory (pathlib.Path): The run directory, on storage that all nodes see.
+        args (dict[str, Any]): The job's ``args``, for a training function that takes the run alone.
+        device (torch.device): The device of this rank: its GPU, else the CPU.
+        rank (int): The rank of this process, from 0.
+        local_rank (int): The rank among those on the same node, from 0.
+        world_size (int): The number of ranks.
+        attempt (int): Which start of the Slurm job this is, from 1.
+        launch (int): Which start of the ranks within the attempt this is, from 1.
     """
 
     def __init__(
