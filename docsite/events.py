@@ -23,7 +23,7 @@ def journal() -> list[str]:
     lines += ["", "## Kinds"]
     for kind in get_args(get_args(events.Event)[0]):
         lines += ["", f"### {_kind(kind)}", "", *_section(kind)]
-    lines += ["", "## What they hold"]
+    lines += ["", "## Values in events"]
     for found in _values():
         lines += ["", f"### {found.__name__}", "", *_section(found)]
     return lines
@@ -68,7 +68,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         value = field.default
         return default_words(getattr(value, "value", value) if value != () else None)
-    return "-" if field.default_factory is not dataclasses.MISSING else "always there"
+    return "-" if field.default_factory is not dataclasses.MISSING else "required"
 
 
 def _values() -> list[type]:

@@ -59,29 +59,29 @@ def pages(docs: Path = DOCS) -> Iterator[Page]:
     yield _reference(
         "site-file",
         "The site file",
-        "What a file of `site_configs/` (or of `~/.config/slurm_forge/sites`) may say of a "
-        "cluster. What is unknown is left out.",
+        "Every key of a file in `site_configs/` (or in `~/.config/slurm_forge/sites`). Unknown facts "
+        "are omitted.",
         keys_of_model(Site, "At the top"),
     )
     yield _reference(
         "command-line",
         "The command line",
-        "Exit status: 0 it worked, 1 the run did not finish (or `watch` has news, or a checkpoint "
-        "is damaged), 2 it could not be done, 130 interrupted. "
-        "`slurm-forge --install-completion` teaches your shell the names of verbs, runs and sites.",
+        "Exit status: 0 success, 1 the run did not finish (or `watch` has news, or a checkpoint is "
+        "damaged), 2 the command could not be carried out, 130 interrupted. "
+        "`slurm-forge --install-completion` enables completion of commands, runs and sites.",
         command_line(),
     )
     yield _reference(
         "journal",
         "The journal",
-        "What can stand in `runs/<name>/journal/*.jsonl`: one JSON object per line. Times are "
+        "The events in `runs/<name>/journal/*.jsonl`: one JSON object per line. Times are "
         "seconds since the epoch, durations seconds, steps optimizer steps done.",
         journal(),
     )
     yield _reference(
         "environment-variables",
         "Environment variables",
-        "All of slurm_forge's own. Variables of the job are `env:` in the job file.",
+        "The variables of slurm_forge itself. Variables of the job are `env:` in the job file.",
         variables(),
     )
     for cause in Cause:

@@ -118,7 +118,7 @@ def test_a_new_kind_of_event_appears_by_itself(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(events, "Event", events.Annotated[events.Note | Yawned, "kind"])
     text = "\n".join(docsite_events.journal())
     assert "### yawned\n\nSomebody was tired.\n" in text
-    assert "| `how_long_s` | `float` | always there |" in text
+    assert "| `how_long_s` | `float` | required |" in text
 
 
 def test_every_variable_is_named_once() -> None:
