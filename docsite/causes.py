@@ -41,7 +41,9 @@ def about_cause(cause: Cause) -> list[str]:
     if rungs:
         lines += [f"{number}. {code(rung)}" for number, rung in enumerate(rungs, 1)]
         if not endless:
-            lines.append(f"{len(rungs) + 1}. {code('hold')}: the job waits until a person releases it")
+            lines.append(
+                f"{len(rungs) + 1}. {code('hold')}: the job waits until a person releases it"
+            )
     elif hasattr(Recovery(), cause.value):
         lines.append("No rung: the run is held at once, with the reason.")
     else:

@@ -59,8 +59,8 @@ def pages(docs: Path = DOCS) -> Iterator[Page]:
     yield _reference(
         "site-file",
         "The site file",
-        "Every key of a file in `site_configs/` (or in `~/.config/slurm_forge/sites`). Unknown facts "
-        "are omitted.",
+        "Every key of a file in `site_configs/` (or in `~/.config/slurm_forge/sites`). Unknown "
+        "facts are omitted.",
         keys_of_model(Site, "At the top"),
     )
     yield _reference(

@@ -74,8 +74,8 @@ def site_index(sites: Iterable[Site]) -> str:
             "<!-- Made by scripts/site-pages from site_configs/. -->",
             "# Clusters",
             "Facts about public clusters, from the files in `site_configs/`. For a cluster of your "
-            "own, [write a site file](contributing.md). slurm_forge asks Slurm for facts that a file "
-            "does not have. A file is as old as its sources; `sites show` prints its lines.",
+            "own, [write a site file](contributing.md). slurm_forge asks Slurm for facts that a "
+            "file does not have. A file is as old as its sources; `sites show` prints its lines.",
             _table(("site", "cluster", "GPUs", "recognised by", "facts"), rows),
             "",
         ]
