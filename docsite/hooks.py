@@ -15,6 +15,7 @@ __all__ = ["on_files", "on_page_markdown"]
 
 _TOP = Path(__file__).resolve().parent.parent
 _COMMENT = re.compile(r"\A\s*<!--.*?-->\s*", re.DOTALL)
+_HEADING = re.compile(r"\A# .*\n")
 _SOURCES = {page: source for source, page in OTHERS.items()}
 
 
@@ -35,7 +36,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its links as they are on the site.
 
     Without the comment that a generated page begins with: mkdocs takes a title from the first line.
+    With a way back from a measurement, which has no entry of its own in the menu.
     """
     name = page.file.src_uri
     text = _COMMENT.sub("", markdown)
+    if name.startswith("results/") and name != "results/index.md":
+        text = _HEADING.sub(r"\g<0>\n[All measurements](index.md)\n", text, count=1)
     return rewritten(text, _SOURCES.get(name, f"docs/{name}"))

@@ -275,6 +275,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     home = (tmp_path / "s" / "index.html").read_text()
     assert "PyTorch training runs that finish by themselves" in home
+    assert "<title>The job file" in (tmp_path / "s" / "reference" / "job-file.html").read_text()
+    assert "All measurements" in (tmp_path / "s" / "results" / "guard.html").read_text()
+    assert "max_norm" in (tmp_path / "s" / "reference" / "python-api.html").read_text()
     for page in sorted((tmp_path / "s").rglob("*.html")):
         fetched = re.findall(
             r"<(?:script|img|link)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()
