@@ -41,15 +41,17 @@ def about_cause(cause: Cause) -> list[str]:
     if rungs:
         lines += [f"{number}. {code(rung)}" for number, rung in enumerate(rungs, 1)]
         if not endless:
-            lines.append(f"{len(rungs) + 1}. {code('hold')}: the job waits for a person")
+            lines.append(
+                f"{len(rungs) + 1}. {code('hold')}: the job waits until a person releases it"
+            )
     elif hasattr(Recovery(), cause.value):
-        lines.append("No rung: the run is held at once, and says why.")
+        lines.append("No rung: the run is held at once, with the reason.")
     else:
-        lines.append("There is no ladder for it: nothing is to be cured.")
+        lines.append("There is no ladder: there is nothing to cure.")
     repeat = f" --repeat {len(found.acts)}" if len(found.acts) > 1 else ""
     lines += [
         "",
-        "Tried on paper:",
+        "On paper:",
         "",
         "```",
         f"$ slurm-forge policy test train.yaml --cause {cause.value} --at {_AT}{repeat}",
@@ -59,7 +61,7 @@ def about_cause(cause: Cause) -> list[str]:
     allowed = cures(cause)
     if allowed:
         words = ", ".join(code(action.value) for action in allowed)
-        lines += ["", f"A ladder of yours may hold: {words}."]
+        lines += ["", f"A ladder of your own may have: {words}."]
     return lines
 
 

@@ -23,7 +23,7 @@ def journal() -> list[str]:
     lines += ["", "## Kinds"]
     for kind in get_args(get_args(events.Event)[0]):
         lines += ["", f"### {_kind(kind)}", "", *_section(kind)]
-    lines += ["", "## What they hold"]
+    lines += ["", "## Values in events"]
     for found in _values():
         lines += ["", f"### {found.__name__}", "", *_section(found)]
     return lines
@@ -35,19 +35,27 @@ def _kind(event: Any) -> str:
 
 
 def _section(kind: Any) -> Iterator[str]:
-    yield paragraph(inspect.cleandoc(kind.__doc__ or ""))
+    said, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:\n")
+    yield paragraph(said)
     if issubclass(kind, Enum):
         yield ""
         yield ", ".join(code(each.value) for each in kind)
         return
+    meant = _descriptions(attributes)
     rows = [
-        (code(each.name), code(_type(each)), _default(each))
+        (code(each.name), code(_type(each)), _default(each), *([meant[each.name]] if meant else ()))
         for each in dataclasses.fields(kind)
         if each.name != "kind"
     ]
     if rows:
         yield ""
-        yield from table(("field", "type", "default"), rows)
+        yield from table(("field", "type", "default", *([""] if meant else ())), rows)
+
+
+def _descriptions(attributes: str) -> dict[str, str]:
+    """Of each field, from the part ``Attributes:`` of a docstring; empty where there is none."""
+    entries = re.split(r"^ {4}(\w+): ", attributes, flags=re.MULTILINE)[1:]
+    return dict(zip(entries[::2], map(paragraph, entries[1::2]), strict=True))
 
 
 def _type(field: dataclasses.Field[Any]) -> str:
@@ -60,7 +68,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         value = field.default
         return default_words(getattr(value, "value", value) if value != () else None)
-    return "-" if field.default_factory is not dataclasses.MISSING else "always there"
+    return "-" if field.default_factory is not dataclasses.MISSING else "required"
 
 
 def _values() -> list[type]:

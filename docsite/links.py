@@ -13,7 +13,6 @@ OTHERS = {
     "docs/index.md": "map.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
-    "docs/results": "results/index.md",
 }
 _DOCS = "docs/"
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
@@ -51,7 +50,13 @@ def _link(found: re.Match[str], source: str, page: str) -> str:
 
 
 def _page_of(path: str) -> str | None:
-    """The page of the site that a file of the repository is; None for what is none."""
+    """The page of the site that a file of the repository is; None for what is none.
+
+    A folder of pages is its index.
+    """
     if path in OTHERS:
         return OTHERS[path]
-    return path.removeprefix(_DOCS) if path.startswith(_DOCS) else None
+    if not path.startswith(_DOCS):
+        return None
+    page = path.removeprefix(_DOCS)
+    return page if posixpath.splitext(page)[1] else f"{page}/index.md"

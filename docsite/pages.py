@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +22,13 @@ from slurm_forge.site.model import Site
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["DOCS", "Page", "first_paragraph", "missing", "pages", "title_of"]
+__all__ = ["DOCS", "Page", "missing", "pages", "title_of"]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _NOTE = "<!-- Made by scripts/reference: change the code that it is made of. -->"
 _BEGIN = "<!-- scripts/reference: {} -->"
 _END = "<!-- end -->"
 _HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
-_FENCES = re.DOTALL | re.MULTILINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +59,35 @@ def pages(docs: Path = DOCS) -> Iterator[Page]:
     yield _reference(
         "site-file",
         "The site file",
-        "What a file of `site_configs/` (or of `~/.config/slurm_forge/sites`) may say of a "
-        "cluster. What is unknown is left out.",
+        "Every key of a file in `site_configs/` (or in `~/.config/slurm_forge/sites`). Unknown "
+        "facts are omitted.",
         keys_of_model(Site, "At the top"),
     )
     yield _reference(
         "command-line",
         "The command line",
-        "Exit status: 0 it worked, 1 the run did not finish (or `watch` has news, or a checkpoint "
-        "is damaged), 2 it could not be done, 130 interrupted. "
-        "`slurm-forge --install-completion` teaches your shell the names of verbs, runs and sites.",
+        "Exit status: 0 success, 1 the run did not finish (or `watch` has news, or a checkpoint is "
+        "damaged), 2 the command could not be carried out, 130 interrupted. "
+        "`slurm-forge --install-completion` enables completion of commands, runs and sites.",
         command_line(),
     )
     yield _reference(
         "journal",
         "The journal",
-        "What can stand in `runs/<name>/journal/*.jsonl`: one JSON object per line. Times are "
+        "The events in `runs/<name>/journal/*.jsonl`: one JSON object per line. Times are "
         "seconds since the epoch, durations seconds, steps optimizer steps done.",
         journal(),
     )
     yield _reference(
         "environment-variables",
         "Environment variables",
-        "All of slurm_forge's own. Variables of the job are `env:` in the job file.",
+        "The variables of slurm_forge itself. Variables of the job are `env:` in the job file.",
         variables(),
     )
     for cause in Cause:
         yield _filled(docs, page_of(cause), {"policy": about_cause(cause)})
     titles = {cause: title_of(docs / page_of(cause)) for cause in Cause}
     yield _filled(docs, "causes/index.md", {"causes": all_causes(titles)})
-    yield _filled(docs, "index.md", {"pages": _map(docs)})
 
 
 def missing(docs: Path = DOCS) -> list[str]:
@@ -104,17 +101,6 @@ def title_of(file: Path) -> str:
     if found is None:
         raise LookupError(f"{file} has no heading: begin it with one, # Like this")
     return found[1].strip()
-
-
-def first_paragraph(file: Path) -> str:
-    """The first sentence below the heading, as plain words; empty where there is no prose."""
-    _, _, text = _HEADING.split(file.read_text(encoding="utf-8"), maxsplit=1)
-    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=_FENCES)):
-        plain = " ".join(block.split())
-        if plain and plain[0] not in "<|#*-" and not block.startswith("    "):
-            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-            return re.split(r"(?<=\.) ", plain)[0].rstrip(".:;")
-    return ""
 
 
 def _reference(name: str, title: str, said: str, lines: Iterable[str]) -> Page:
@@ -136,55 +122,6 @@ def _filled(docs: Path, name: str, parts: Mapping[str, list[str]]) -> Page:
             raise LookupError(f"docs/{name}: there is no {begin} … {_END}")
         text = "\n".join([f"{before}{begin}", "", *lines, "", f"{_END}{after}"])
     return Page(name, text)
-
-
-#: Folders of docs/ that have a list of their own, and what it is called.
-_FOLDERS = {
-    "tutorials": "Ways in",
-    "causes": "When something happens",
-    "": "Topics",
-    "sites": "Clusters",
-    "reference": "Reference",
-    "results": "Measured",
-}
-
-
-def _map(docs: Path) -> list[str]:
-    """Every page, by folder: what it is called and how it begins."""
-    found = sorted(file.relative_to(docs) for file in docs.rglob("*.md"))
-    known = {str(file.parent).lstrip(".") for file in found}
-    made = {f"reference/{name}.md" for name in _REFERENCE}
-    lines = []
-    for folder in [*_FOLDERS, *sorted(known - set(_FOLDERS))]:
-        below = [file for file in found if str(file.parent).lstrip(".") == folder]
-        below = [file for file in below if file != Path("index.md")]
-        begins = Counter(first_paragraph(docs / file) for file in below)
-        # Of measurements the titles say enough, and of pages that all begin alike.
-        said = {words for words, count in begins.items() if count == 1 and folder != "results"}
-        rows = [_row(docs, file, said) for file in below]
-        if folder == "reference":
-            rows = [_REFERENCE_ROW.format(name, _REFERENCE[name]) for name in _REFERENCE]
-            rows += [_row(docs, file, said) for file in below if file.as_posix() not in made]
-        if rows:
-            lines += [f"## {_FOLDERS.get(folder, folder)}", "", *rows, ""]
-    return lines[:-1]
-
-
-#: Listed by what they are, also before they have been written for the first time.
-_REFERENCE = {
-    "job-file": "The job file",
-    "site-file": "The site file",
-    "command-line": "The command line",
-    "journal": "The journal",
-    "environment-variables": "Environment variables",
-}
-_REFERENCE_ROW = "* [{1}](reference/{0}.md)"
-
-
-def _row(docs: Path, file: Path, said: Collection[str]) -> str:
-    words = first_paragraph(docs / file)
-    told = f": {words}" if words and words in said else ""
-    return f"* [{title_of(docs / file)}]({file.as_posix()}){told}"
 
 
 def main() -> None:

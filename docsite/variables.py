@@ -16,10 +16,10 @@ __all__ = ["variables"]
 _PEOPLE = {
     "site": "Name or file of the site, as `--site`; above `site:` of settings.",
     "runs": "Folder of runs, as `--runs`; else `runs:` of settings, else `./runs`.",
-    "nodes": "Folder of the node ledger, or `off` (docs/nodes.md).",
+    "nodes": "Folder of the node ledger, or `off` (docs/how-to/nodes.md).",
     "config_home": "Where your settings and site files are (XDG): the folder `slurm_forge` in it; "
     "else `~/.config`.",
-    "state_home": "Where programs of yours keep what they remember (XDG); else `~/.local/state`.",
+    "state_home": "Folder for the state of your programs (XDG); else `~/.local/state`.",
 }
 
 
@@ -29,12 +29,12 @@ def variables() -> list[str]:
     said = _said()
     ours = [field for field in named if field not in _PEOPLE]
     rows = [(code(named[field]), text) for field, text in _PEOPLE.items() if field in named]
-    lines = ["## Yours to set", "", *table(("variable", "what"), rows), ""]
+    lines = ["## Variables that you set", "", *table(("variable", "what"), rows), ""]
     rows = [(code(named[field]), said.get(field, "")) for field in ours]
     lines += [
         "## Set by slurm_forge for the processes that it starts",
         "",
-        "Programs may read them (a foreign command: `SLURM_FORGE_LATEST`, `SLURM_FORGE_RESTARTS`).",
+        "Programs may read them (under `exec`: `SLURM_FORGE_LATEST`, `SLURM_FORGE_RESTARTS`).",
         "",
         *table(("variable", "what"), rows),
     ]

@@ -33,7 +33,12 @@ __all__ = [
 
 
 class ForgeError(Exception):
-    """Root of the tree.  ``next_step`` is a sentence that tells the user what to do now."""
+    """The base of every error that slurm_forge raises on purpose.
+
+    Args:
+        message: What is wrong.
+        next_step: A sentence that tells the user what to do now.
+    """
 
     def __init__(self, message: str, *, next_step: str = "") -> None:
         super().__init__(message)

@@ -92,7 +92,7 @@ class Knobs:
 
     @property
     def settings_file(self) -> Path:
-        """The user's own settings, whether there are any or not (docs/configuration.md)."""
+        """The user's own settings, whether there are any or not (docs/how-to/configuration.md)."""
         return self.config_folder / "config.yaml"
 
     @classmethod

@@ -27,10 +27,21 @@ def submit(
     site: str | None = None,
     slurm: Slurm | None = None,
 ) -> RunDirectory:
-    """Make a run of a training function and submit it; ``spec`` has the keys of a job file.
+    """Make a run of a training function and submit it to Slurm.
 
-    ``train`` is a function at the top of a module, or ``module:function``.  Returns the run
-    directory; ``slurm-forge status`` and ``explain`` take its name.
+    Args:
+        train: A function at the top of a module, or ``module:function``.
+        spec: The keys of a job file, without ``entry``; ``name`` is required.
+        runs: The folder of runs, on storage that all nodes see.
+        site: The name or file of the site; None finds it as the command line does.
+        slurm: How Slurm's commands are called; None calls those on ``PATH``.
+
+    Returns:
+        The run directory; ``slurm-forge status`` and ``explain`` take its name.
+
+    Raises:
+        ConfigError: A key, a value, or the function's parameters do not fit.
+        SubmissionError: Nothing was submitted.
     """
     entry = train if isinstance(train, str) else entry_of(train)
     job = job_from_mapping({**spec, "entry": entry})

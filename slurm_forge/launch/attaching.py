@@ -54,20 +54,30 @@ def attach(
     spec: Mapping[str, Any] | None = None,
     runs: Path | str | None = None,
 ) -> Attachment:
-    """A run for the ``with`` block of a script; every rank's script calls it, in its main thread.
+    """Make the ``with`` block of a script a run: ``with forge.attach("my-run") as run:``.
 
-    ``name`` is the run's (else that of the surrounding ``slurm-forge exec``, of the Slurm job, or
-    of the script); ``spec`` has the keys of a job file beside it, ``runs`` is the folder of runs
-    (SLURM_FORGE_RUNS, else ``./runs``).
+    The script of every rank calls it, in its main thread.  Where torch.distributed is not
+    initialised yet, it is afterwards.
 
-    The block's value is the ``Run`` that an entry gets.  At its end the run is finished: last save,
-    DONE.  When it has to stop it has saved, and the process ends inside the block, with status 0,
-    or 75 where there is nobody to start it again.  An exception is told to the other ranks and
-    ends the process with status 1, once it was decided how the run goes on.  A script whose run is
-    finished, or at rest, ends at once with status 0.
+    At the end of the block the run is finished: last save, ``DONE``.  When it has to stop, it
+    saves, and the process ends inside the block with status 0, or 75 where there is no Slurm to
+    start it again.  An exception is reported to the other ranks and ends the process with status 1,
+    once it is decided how the run continues.  A script whose run is finished or held ends at once
+    with status 0.
 
-    Where torch.distributed is not initialised yet, it is afterwards.  ``ConfigError`` where its
-    default group has other ranks than the environment says, or the name is another than exec's.
+    Args:
+        name: The name of the run; None takes that of the surrounding ``slurm-forge exec``, of the
+            Slurm job, or of the script.
+        spec: The keys of a job file, without ``name`` and ``entry``.
+        runs: The folder of runs; None is ``SLURM_FORGE_RUNS``, else ``./runs``.
+
+    Returns:
+        A context manager, to be used once, whose value is the ``Run`` that a training function
+        gets.
+
+    Raises:
+        ConfigError: On entry: the default process group has other ranks than the environment says,
+            the name differs from that of ``slurm-forge exec``, or this is not the main thread.
     """
     return Attachment(name, dict(spec or {}), None if runs is None else Path(runs))
 

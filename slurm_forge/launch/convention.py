@@ -1,6 +1,6 @@
 """Which signal tells a program to save, and which processes get it.  Pure.
 
-What each convention really does, and where that was read, stands in docs/exec.md.
+What each convention really does, and where that was read, stands in docs/how-to/exec.md.
 """
 
 from __future__ import annotations

@@ -40,17 +40,26 @@ _LOCAL_REQUEUE = 144
 
 @dataclass(frozen=True)
 class ForgeJob:
-    """What a submitit executor submits: ``executor.submit(ForgeJob("runs/my-run"))``.
+    """What one of submitit's own executors submits: ``executor.submit(ForgeJob("runs/my-run"))``.
 
-    Called in every task.  Returns the run's summary once the run is finished; any other outcome
-    ends the process, after the run was brought back or put to rest.  In the user's own process (the
-    debug executor) the run goes on there instead, or ``ForgeError`` says why it does not.
+    Attributes:
+        run: The run directory, which ``slurm-forge render`` has made.
     """
 
     run: str
 
     def __call__(self) -> str:
-        """Be one rank of an attempt."""
+        """Be one rank of an attempt; submitit calls it in every task.
+
+        In a process of submitit's any other outcome than a finished run ends the process, after the
+        run was requeued or held.  In your own process (the debug executor) the run continues there.
+
+        Returns:
+            A line about the run, once it is finished.
+
+        Raises:
+            ForgeError: The run did not finish, and this is your own process.
+        """
         run = RunDirectory.existing(self.run)
         if run.is_done():
             return _summary(run)
@@ -74,7 +83,11 @@ class ForgeJob:
             return _Stock(run, worker, worker.place_from_environ({}), in_process=True).be_a_rank()
 
     def checkpoint(self) -> DelayedSubmission:
-        """Submitit's protocol: run the same pointer again.  Never collective, nothing to save."""
+        """Submitit's protocol for a requeue: run the same pointer again.
+
+        Returns:
+            The submission of the same job; nothing is saved here.
+        """
         return DelayedSubmission(self)
 
 

@@ -45,13 +45,13 @@ def site_page(site: Site) -> str:
         _HEAD.format(site.name),
         f"# {site.title or site.name}",
         _about(site),
-        _section("Partitions and QOS", f"What is empty is not known.\n\n{_partitions(site)}"),
+        _section("Partitions and QOS", f"Empty cells are unknown.\n\n{_partitions(site)}"),
         _section("Asking for a job", _bullets(_asking(site))),
         _section("Ranks and network", _bullets(_network(site))),
         _section("Variables", _variables(site)),
         _section("Files", _storage(site)),
         _section("Clusters", _clusters(site)),
-        _section("Good to know", _bullets(map(_text, site.notes))),
+        _section("Notes", _bullets(map(_text, site.notes))),
         _section("Sources", _bullets(_sources(site))),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -73,9 +73,9 @@ def site_index(sites: Iterable[Site]) -> str:
         [
             "<!-- Made by scripts/site-pages from site_configs/. -->",
             "# Clusters",
-            "What is known of public clusters, from the files in `site_configs/`. One of your own: "
-            "[how to write a site file](contributing.md). Where a file is silent, slurm_forge asks "
-            "Slurm; what a file says is as old as its sources, and `sites show` has its lines.",
+            "Facts about public clusters, from the files in `site_configs/`. For a cluster of your "
+            "own, [write a site file](contributing.md). slurm_forge asks Slurm for facts that a "
+            "file does not have. A file is as old as its sources; `sites show` prints its lines.",
             _table(("site", "cluster", "GPUs", "recognised by", "facts"), rows),
             "",
         ]
@@ -86,13 +86,13 @@ def _about(site: Site) -> str:
     lines = [f"    slurm-forge submit train.yaml --site {site.name}", ""]
     told = _told_by(site)
     lines.append(
-        f"* Recognised by {told}." if told else "* Not recognised by itself: use `--site`."
+        f"* Recognised by {told}." if told else "* Not recognised automatically: use `--site`."
     )
     if site.confidence is not None:
         when = "" if site.checked is None else f", compared with them in {site.checked}"
         lines.append(f"* The facts are {_CONFIDENCE[site.confidence]}{when}.")
     if site.contact is not None:
-        lines.append(f"* Whom to ask: {_text(site.contact)}")
+        lines.append(f"* Contact: {_text(site.contact)}")
     return "\n".join(lines)
 
 
@@ -164,7 +164,7 @@ def _preempted(facts: PartitionFacts, site: Site) -> str:
         PreemptionMode.OFF: "there are none",
         PreemptionMode.REQUEUE: f"requeued {notice}",
         PreemptionMode.CANCEL: f"cancelled {notice}; {_comes_back(facts, site)}",
-        PreemptionMode.SUSPEND: "suspended, and go on later",
+        PreemptionMode.SUSPEND: "suspended, and continue later",
     }[known.mode]
     if known.exempt:
         told += f"; not before they have run for {words_for_duration(known.exempt)}"
@@ -213,7 +213,7 @@ def _asking(site: Site) -> Iterator[str]:
         yield f"{format_memory(facts.memory_per_gpu)} of memory go with each GPU."
     yield from _rules("Refused", site.rejected_options)
     yield from _rules("Required", site.required_options)
-    yield from _rules("Better left out", site.discouraged_options)
+    yield from _rules("Discouraged", site.discouraged_options)
     if site.sbatch_options:
         yield f"Added to every job: {', '.join(map(_code, site.sbatch_options))}."
     if site.srun_options:
@@ -237,9 +237,9 @@ def _network(site: Site) -> Iterator[str]:
     if site.socket_interface is not None:
         yield f"Interface of sockets: {_code(site.socket_interface)}."
     if site.host_suffix is not None:
-        yield f"A host name with {_code(site.host_suffix)} behind it is on the fast network."
+        yield f"Host names on the fast network end with {_code(site.host_suffix)}."
     if site.master_address is not None:
-        yield f"Torchrun is told of the first node: {_MASTER[site.master_address]}."
+        yield f"Torchrun gets the first node as {_MASTER[site.master_address]}."
     if site.launcher is not None:
         per_gpu = site.launcher is LauncherStyle.SRUN_PER_GPU
         told = "srun, one rank for each GPU" if per_gpu else "torchrun, once a node"
@@ -254,7 +254,7 @@ def _network(site: Site) -> Iterator[str]:
         note = "" if each.note is None else f" ({_text(each.note)})"
         yield f"Containers by {each.runtime.value}: {', '.join(map(_code, words))}{note}"
     if site.internet_on_compute_nodes is not None:
-        told = "can" if site.internet_on_compute_nodes else "can't"
+        told = "can" if site.internet_on_compute_nodes else "cannot"
         yield f"Compute nodes {told} reach the internet."
     if site.expected_bandwidth is not None:
         yield f"A large all-reduce reaches {format_bandwidth(site.expected_bandwidth)}."

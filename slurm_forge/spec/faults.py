@@ -3,8 +3,9 @@
 ``nan@120`` strikes in the step that 120 steps were done before, on every rank, once in the life of
 the run; ``oom@200:rank1:above=4``, ``nan@120x3``, ``kill@350:rank0``, ``exception@6:always``,
 ``nan:samples=4000-5279``, ``corrupt@40:rank0:adam_v:1e30`` say more.  Parts may also be written as
-``key=value`` and be parted by commas (``nan@step=5,until=7,rank=0``).  docs/rehearsing.md has all
-of it.  Parsers raise ``ValueError`` with a sentence for the user; ``Fault.parse`` a ConfigError.
+``key=value`` and be parted by commas (``nan@step=5,until=7,rank=0``).  docs/how-to/rehearsing.md
+has all of it.  Parsers raise ``ValueError`` with a sentence for the user; ``Fault.parse`` a
+ConfigError.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ class JobSpec(Section):
     inject: Inject = Field(
         default=(),
         description="Faults on purpose, to rehearse the run: nan@120, oom@200:rank1, "
-        "kill@350:rank0 … (docs/rehearsing.md).",
+        "kill@350:rank0 … (docs/how-to/rehearsing.md).",
     )
 
     @model_validator(mode="after")

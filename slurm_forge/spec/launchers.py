@@ -17,7 +17,7 @@ __all__ = ["RUNTIMES", "ContainerSpec", "Runtime", "Template", "check_started"]
 
 
 class Template(str, Enum):
-    """How the ranks of a run are started, and how it comes back (docs/templates.md)."""
+    """How the ranks of a run are started, and how it comes back (docs/how-to/templates.md)."""
 
     #: One task per rank, started by srun: the direct child of Slurm is ours.
     SRUN = "srun"

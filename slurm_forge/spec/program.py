@@ -19,7 +19,7 @@ __all__ = ["Convention", "NotifyTo", "ProgramSpec", "signal_name"]
 
 
 class Convention(str, Enum):
-    """Whose habits the program has; docs/exec.md says what each really does."""
+    """Whose habits the program has; docs/how-to/exec.md says what each really does."""
 
     PLAIN = "plain"
     TORCHRUN = "torchrun"

@@ -9,8 +9,8 @@ everything else, and for faults that the program's own arguments say:
     def compute_loss(micro):
         return faults.loss(model(micro), run, samples=len(micro))
 
-docs/rehearsing.md has the language.  A fault strikes once in the life of the run, unless it says
-``always``.
+docs/how-to/rehearsing.md has the language.  A fault strikes once in the life of the run, unless it
+says ``always``.
 """
 
 from __future__ import annotations

@@ -36,11 +36,16 @@ _MOST_STEPS_AHEAD = 64
 class Batch:
     """This rank's share of one optimizer step.
 
-    ``step`` is the number of optimizer steps done before it.  ``first`` is the position in the
-    sample stream of the first sample of all ranks, ``consumed`` the one behind the last: all before
-    it is used up, or left out, once this step is done.  A batch that a program made by itself has
-    no place in the stream.  ``micro_sizes`` are the samples in each of ``micro_batches``; all ranks
-    have as many, of the same sizes.
+    A batch that a program makes by itself has no place in the sample stream.
+
+    Attributes:
+        step: Optimizer steps done before it.
+        consumed: The position in the sample stream, over all ranks, behind its last sample: all
+            samples before it are used, or skipped, once this step is done.
+        first: The position of the first sample of all ranks.
+        micro_batches: What the collate function made of each micro-batch, on ``Run.device``.
+        micro_sizes: Samples in each of ``micro_batches``; the same on all ranks.
+        sample_ids: Epoch and index of each sample of this rank.
     """
 
     step: int

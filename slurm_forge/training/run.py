@@ -46,8 +46,18 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Run:
     """One rank's view of the run; every rank calls the same methods in the same order.
 
-    ``device``, ``rank``, ``world_size``, ``local_rank``, ``args`` (from the job file), ``name``,
-    ``directory``, ``attempt`` and ``launch`` are plain attributes.
+    A training function gets it as its first argument; ``attach`` returns it in a script.
+
+    Attributes:
+        name (str): The name of the run.
+        directory (pathlib.Path): The run directory, on storage that all nodes see.
+        args (dict[str, Any]): The job's ``args``, for a training function that takes the run alone.
+        device (torch.device): The device of this rank: its GPU, else the CPU.
+        rank (int): The rank of this process, from 0.
+        local_rank (int): The rank among those on the same node, from 0.
+        world_size (int): The number of ranks.
+        attempt (int): Which start of the Slurm job this is, from 1.
+        launch (int): Which start of the ranks within the attempt this is, from 1.
     """
 
     def __init__(
@@ -94,7 +104,19 @@ class Run:
     # -- what the program says ---------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
-        """Register everything with a state: models, optimizers, schedulers, scaler, ema, lists."""
+        """Register everything that has a state, before ``batches`` or ``restore``.
+
+        Learning-rate schedulers are stepped for you, once per step.
+
+        Args:
+            **objects: Objects with ``state_dict`` and ``load_state_dict``, or lists of them:
+                models, optimizers, schedulers, a ``GradScaler``, an EMA.  The names are the keys in
+                every checkpoint of the run; None is ignored.
+
+        Raises:
+            UnsupportedError: The checkpoint is loaded already, a name is registered twice, or an
+                object has no ``state_dict`` and ``load_state_dict``.
+        """
         if self._resuming.restored:
             raise UnsupportedError(
                 "run.register() after training has begun: the checkpoint was loaded without it",
@@ -105,12 +127,12 @@ class Run:
 
     @property
     def step_number(self) -> int:
-        """Optimizer steps done, skipped ones included."""
+        """Optimizer steps done, skipped ones included; a rollback decreases it."""
         return self._progress.step
 
     @property
     def restored(self) -> bool:
-        """Whether the checkpoint has been loaded, if there is one: ``step_number`` counts."""
+        """Whether the checkpoint, if any, is loaded; from then on ``step_number`` is right."""
         return self._resuming.restored
 
     def data(
@@ -121,10 +143,19 @@ class Run:
         version: str | None = None,
         contents: bool = False,
     ) -> None:
-        """Say what is trained on, so that a resume notices when it is not the same any more.
+        """Declare what the run trains on, so that a resume notices when the data changed.
 
-        Files and folders by name, size and time, with ``contents`` by what is in them; or a
-        ``version`` that you give.  Before ``run.batches`` or ``run.restore``.
+        Call it before ``batches`` or ``restore``.  What a difference does is ``environment: {data:
+        …}`` in the job file.
+
+        Args:
+            name: What the data set is called in messages, such as ``train``.
+            files: Files and folders, compared by name, size and modification time.
+            version: A version of your own instead of files.
+            contents: Compare what is in the files, too.
+
+        Raises:
+            UnsupportedError: The checkpoint is loaded already.
         """
         if self._resuming.restored:
             raise UnsupportedError(
@@ -136,22 +167,41 @@ class Run:
 
     @property
     def recovery(self) -> RecoveryPlan:
-        """The recovery plan in force."""
+        """The recovery plan in force: every parameter that recovery has changed."""
         return self._in_force.plan
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain values (JSON) of the program's own that belong into every checkpoint."""
+        """Plain values (JSON) of your own that are part of every checkpoint; change it in place."""
         return self._progress.extra
 
     def on(self, name: str) -> Callable[[_F], _F]:
-        """Decorator: ``@run.on("on_save")``.  Hooks run on rank 0."""
+        """Register a hook: ``@run.on("on_save")``.
+
+        Hooks run on rank 0.  A hook that raises ends the launch, as any error of the program does.
+
+        Args:
+            name: One of the names below [Hooks](#hooks).
+
+        Returns:
+            A decorator that returns the function unchanged.
+
+        Raises:
+            ValueError: There is no hook of that name.
+        """
         return lambda hook: self._hooks.add(name, hook)
 
     def restore(self) -> bool:
-        """Resume from the newest good checkpoint; True if there was one.  Collective.
+        """Load the newest checkpoint that may be resumed from.  Collective.
 
-        ``run.batches`` calls it; a loop of somebody else's calls it once, after ``register``.
+        ``batches`` and ``step`` call it; a loop without them calls it once, after ``register``.
+
+        Returns:
+            Whether there was a checkpoint.
+
+        Raises:
+            CheckpointMissingError: The run has saved before, and no checkpoint can be used.
+            MismatchError: The run is resumed with something that the job file says to refuse.
         """
         return self._resuming.restore()
 
@@ -165,10 +215,29 @@ class Run:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Batch]:
-        """The batches that are left, in an order that no interruption and no rank count changes.
+        """Restore, then yield the batches that are left, one per optimizer step.
 
-        ``micro_batch_size`` is what one forward pass takes per rank (the whole share if None); the
-        recovery plan may make it smaller, never the global batch.
+        The order of the samples depends on the seed of the job and on the samples consumed alone:
+        it is the same after any interruption, for any number of ranks and loader workers.
+        Python's, numpy's and torch's generators are seeded before each ``dataset[index]``.
+
+        Args:
+            dataset: A map-style dataset: ``__len__`` and ``__getitem__``.
+            global_batch_size: Samples of one optimizer step over all ranks; divisible by the number
+                of ranks.
+            until: When training is over: ``Steps(n)`` or ``Epochs(n)``.
+            micro_batch_size: Samples per rank and forward pass; None is the rank's whole share.
+                The recovery plan may decrease it, never the global batch.
+            num_workers: Data-loader worker processes per rank; 0 loads in this process.
+            collate_fn: Makes a micro-batch of a list of samples; None is torch's
+                ``default_collate``.
+
+        Yields:
+            This rank's share of the batch; its tensors are on ``device``.
+
+        Raises:
+            UsageError: The dataset has no length or index, or the sizes do not fit.
+            UnsupportedError: The loop body applied no step to a batch.
         """
         return self._feeding.batches(
             Asked(
@@ -183,7 +252,16 @@ class Run:
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[Step]:
-        """One optimizer step by hand; ``train_step`` is sugar for exactly this."""
+        """One optimizer step, written out: ``with run.step(batch) as s:``.
+
+        Its beginning is the step boundary: requests to save or stop take effect there.
+
+        Args:
+            batch: From ``batches``, or one that you have made.
+
+        Yields:
+            The step: ``s.micro_batches()``, ``s.backward(loss)``, ``s.apply()``.
+        """
         self.restore()
         self._boundary()
         step = self._stepping.begin(batch)
@@ -202,7 +280,23 @@ class Run:
         *,
         max_norm: float | None = None,
     ) -> torch.Tensor:
-        """Accumulate, clip, check, update; returns this rank's mean loss, detached, not synced."""
+        """Accumulate over micro-batches, clip, check, and update on all ranks or on none.
+
+        Collective, as the backward of DDP and FSDP is.  On one rank a CUDA out-of-memory error
+        halves the micro-batch and tries again.
+
+        Args:
+            batch: From ``batches``.
+            compute_loss: Called with each micro-batch; returns the mean loss over its samples (a
+                scalar tensor), or ``Loss(sum, count)``.
+            max_norm: The gradient norm to clip to, over all ranks; None does not clip.
+
+        Returns:
+            This rank's mean loss: a scalar tensor, detached, on ``device``, not synchronised.
+
+        Raises:
+            UnsupportedError: No optimizer is registered, or one step has losses of both forms.
+        """
         begun: Step | None = None
         while True:
             given = self._injected(batch, compute_loss) if self._injecting.active else compute_loss
@@ -270,10 +364,17 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Evaluation and the like: ranks may differ inside, and may be stopped at ``run.poll()``.
+        """Evaluation and the like: ``with run.phase("eval"):``.
 
-        Leaves the random state of the training as it was, so that an evaluation that is run again
-        after a resume changes nothing.
+        Ranks may do different work inside, and can be stopped at ``run.poll()``.  The random state
+        of the training is restored at the end, so that a phase that runs again after a resume
+        changes nothing.
+
+        Args:
+            name: The phase.  ``eval`` calls ``on_eval_end`` and is what ``keep_best`` looks at.
+
+        Raises:
+            RuntimeError: One phase is inside another.
         """
         self._saves.random = random = rng.capture()
         try:
@@ -288,26 +389,43 @@ class Run:
             self._saves.evaluated(self._telling.of_this_step())
 
     def due(self, name: str, *, every: int) -> bool:
-        """Whether phase ``name`` is to run now: every so many steps, and again if it was cut off.
+        """Whether the phase is due: every so many steps, and again if it was cut off.
 
-        Put it at the top of the loop body: a run that stopped inside the phase comes back there.
+        Call it at the top of the loop body: a run that stopped inside the phase resumes there.
+
+        Args:
+            name: The phase.
+            every: The number of optimizer steps between two of them.
+
+        Returns:
+            True if the phase is due before this step and has not run yet; never at step 0.
         """
         step = self._progress.step
         return step > 0 and step % every == 0 and self._progress.phases.get(name) != step
 
     def poll(self) -> None:
-        """Inside a phase: a place to be stopped at.  In a foreign loop: a step boundary."""
+        """A point where the run can stop: inside a phase, or between steps in a loop of your own.
+
+        Where the phase has collectives, every rank calls it equally often.
+        """
         if self._boundaries.inside is not None:
             self._boundaries.poll()
         else:
             self._boundary()
 
     def save(self) -> None:
-        """Save now; on disk on return.  Collective: every rank calls it, between two steps."""
+        """Save now, and wait until the checkpoint is on disk.  Collective, between two steps.
+
+        A save that fails is recorded in the journal and tried again later; training continues.
+        """
         self._saves.save("asked by the program", wait=True)
 
     def log(self, **values: Any) -> None:
-        """Remember figures; rank 0 writes the latest into the journal every few seconds."""
+        """Log figures; rank 0 writes the latest into the journal every few seconds.
+
+        Args:
+            **values: Numbers, or tensors of one element, which are detached and read later.
+        """
         self._telling.remember(values)
 
     # -- what happens at a boundary ----------------------------------------------------------

@@ -61,16 +61,20 @@ def _deaf() -> Iterator[None]:
 def shield_worker(worker_id: int = 0) -> None:
     """Make this data-loader worker survive signals that its parent did not send.
 
-    Give it to a ``DataLoader`` as ``worker_init_fn`` and make the loader's iterator inside
-    ``children_deaf_from_birth`` (``BatchSource`` does both).  Afterwards SIGTERM ends the worker at
-    once if the parent sent it and is ignored otherwise, SIGUSR1 and SIGUSR2 are ignored, and the
-    worker dies with its parent.  Does nothing outside a process that ``multiprocessing`` started.
+    Pass it to a ``DataLoader`` of your own as ``worker_init_fn``; ``Run.batches`` does so by
+    itself.  (A signal that comes before the worker has begun needs ``children_deaf_from_birth``
+    around the making of the loader's iterator, too.)  Afterwards SIGTERM ends the worker if the
+    parent sent it and is ignored otherwise, SIGUSR1 and SIGUSR2 are ignored, and the worker ends
+    with its parent.  It does nothing outside a process that ``multiprocessing`` started.
 
-    Limits: programs that the dataset starts inherit the blocked SIGTERM (end them with ``kill()``);
-    a C call that holds the interpreter lock delays obedience until it returns; and where a thread
-    can take the signal away from us, SIGTERM is left as torch set it (it ends the worker, whoever
-    sent it) with a warning, since a worker that the parent can't end would be worse.  That is the
-    case under ``forkserver``, whose server does not survive such a signal either.
+    Limits: programs that the dataset starts inherit the blocked SIGTERM (end them with ``kill()``).
+    A C call that holds the interpreter lock delays the end until it returns.  Where another thread
+    can receive the signal, SIGTERM keeps torch's handler (it ends the worker, whoever sent it) with
+    a warning; that is the case under ``forkserver``, whose server does not survive such a signal
+    either.
+
+    Args:
+        worker_id: The worker's number, which a ``DataLoader`` passes; not used.
     """
     parent = multiprocessing.parent_process()
     if parent is None or threading.current_thread() is not threading.main_thread():

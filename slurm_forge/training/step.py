@@ -23,7 +23,10 @@ __all__ = ["Step"]
 
 
 class Step:
-    """What ``with run.step(batch) as s`` gives: accumulation, weighting, clip, guard, update."""
+    """One optimizer step: accumulation, weighting, clipping, the gradient check, the update.
+
+    ``with run.step(batch) as s:`` makes it.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,11 @@ class Step:
         self.first_loss: torch.Tensor | None = None
 
     def micro_batches(self) -> Iterator[Any]:
-        """The micro-batches; gradients are synchronised with the last one only."""
+        """Iterate over the micro-batches; DDP and FSDP synchronise gradients in the last one only.
+
+        Yields:
+            One micro-batch, as the collate function made it.
+        """
         last = len(self.batch.micro_batches) - 1
         for index, micro in enumerate(self.batch.micro_batches):
             self._exchanges = index == last
@@ -63,7 +70,15 @@ class Step:
             yield micro
 
     def backward(self, loss: torch.Tensor | Loss) -> None:
-        """Backward of one micro-batch's loss, weighted so that the global batch counts as one."""
+        """Backward of one micro-batch's loss, weighted so that the global batch counts as one.
+
+        Args:
+            loss: The mean over the samples of the micro-batch (a scalar tensor), or ``Loss(sum,
+                count)``; the same form for every micro-batch, on every rank.
+
+        Raises:
+            UnsupportedError: One step has losses of both forms.
+        """
         weighted = self._loss.weigh(loss)
         if self.first_loss is None:
             mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
@@ -80,11 +95,19 @@ class Step:
         max_norm: float | None = None,
         grad_norm: torch.Tensor | None = None,
     ) -> None:
-        """Clip, check, update: every registered optimizer, or the one given.
+        """Clip, check and update.
 
-        ``grad_norm`` is the norm over all ranks where the program clips by itself.  A non-finite
-        norm, or one beyond the limit, leaves weights, moments and buffers as they were, on every
-        rank.
+        A norm that is not finite, or is beyond the limit, leaves weights, moments and buffers as
+        they were, on every rank.
+
+        Args:
+            optimizer: The optimizer to step; None steps every registered one.  Loops with several
+                optimizers call ``apply`` once for each.
+            max_norm: The gradient norm to clip to, over all ranks; None does not clip.
+            grad_norm: The norm over all ranks, where the program has clipped by itself.
+
+        Raises:
+            UnsupportedError: No optimizer is registered and none is given.
         """
         chosen = list(self._registry.optimizers.values()) if optimizer is None else [optimizer]
         if not chosen:

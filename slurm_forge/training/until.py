@@ -9,7 +9,11 @@ __all__ = ["Epochs", "Steps"]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A number of optimizer steps (skipped ones count)."""
+    """Train for a number of optimizer steps.
+
+    Attributes:
+        count: Optimizer steps; skipped ones count.
+    """
 
     count: int
 
@@ -21,7 +25,11 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """A number of passes over the data, rounded up to whole global batches."""
+    """Train for a number of passes over the data.
+
+    Attributes:
+        count: Passes; the last one is rounded up to whole global batches.
+    """
 
     count: int
 

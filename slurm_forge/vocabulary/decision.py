@@ -49,8 +49,21 @@ class Start(str, Enum):
 class Incident:
     """Something went wrong or was asked for: cause plus evidence.
 
-    ``id`` is unique within the run; a plan change is applied once per id.  ``step`` is the number
-    of optimizer steps done when it was noticed, ``rank`` the rank it started on, where known.
+    Attributes:
+        id: Unique within the run; a plan change is applied once per id.
+        cause: What kind of incident it is; ``cause.value`` is the key of its ladder.
+        confidence: How sure the cause is.
+        evidence: What was observed, and where.
+        step: Optimizer steps done when it was noticed, where known.
+        rank: The rank that it started on, where known.
+        hosts: The nodes that it names.
+        micro_batch: Samples per rank and forward pass, for causes that decrease it.
+        onset: The first bad step, from 1; ``step`` is the last.
+        window: The samples of the bad steps.
+        repeats: Whether the step, computed again, was bad again: then data or model are to blame,
+            else the hardware.  None where that was not tried.
+        in_memory: Whether a weight or a moment is bad already, so that no sample is to blame.
+        usage_error: Whether the program called slurm_forge with values that cannot work.
     """
 
     id: str
@@ -87,8 +100,17 @@ class Change:
 class Decision:
     """What is done about an incident.
 
-    ``plan`` is the complete recovery plan in force afterwards, not a difference: replaying a
-    decision twice gives the same plan (a learning rate is never halved twice for one incident).
+    Attributes:
+        incident_id: The incident.
+        cause: Its cause.
+        action: What is done: a value of ``do:`` in the job file.
+        reason: Why, in a few words.
+        plan: The complete recovery plan in force afterwards, not a difference: replaying a decision
+            twice gives the same plan.
+        changes: The parameters that changed, with old and new value.
+        rung: Which rung of the ladder it is, from 0; None where no rung was chosen.
+        target: The checkpoint that a rollback goes back to; newer ones are not resumed from.
+        wait_s: Seconds to wait before the run is started again.
     """
 
     incident_id: str
@@ -107,7 +129,17 @@ class Decision:
     def about(
         cls, incident: Incident, action: Action | str, *, plan: RecoveryPlan, reason: str = ""
     ) -> Decision:
-        """What a hook answers: ``plan`` is ``run.recovery``, or that with something replaced."""
+        """Make the decision that an ``on_instability`` hook returns.
+
+        Args:
+            incident: The incident that the hook got.
+            action: What to do, such as ``warn``, ``skip``, ``rollback`` or ``hold``.
+            plan: ``run.recovery``, or that with fields replaced (``dataclasses.replace``).
+            reason: Why; ``explain`` shows it.
+
+        Returns:
+            The decision.
+        """
         return cls(
             incident_id=incident.id,
             cause=incident.cause,

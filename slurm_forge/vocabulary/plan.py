@@ -33,16 +33,23 @@ class Variable:
 class RecoveryPlan:
     """The changed parameters in force.  The default value changes nothing.
 
-    ``lr_factor`` scales the scheduler's own learning rate from step ``lr_from_step`` on and is
-    ramped back to 1 over ``lr_ramp_steps`` steps; 0 ramp steps means that it stays.  It is state,
-    never multiplied into an optimizer.  ``micro_batch`` is samples per rank and forward pass
-    (None: as the program asks); the global batch is not a parameter here because it never changes.
-    ``skipped`` are windows of the sample stream that are left out, ordered and apart from each
-    other.  ``reseeded`` counts how often random numbers (dropout …) were drawn anew; the
-    order of the samples never changes.  ``worker_factor`` scales the data-loader workers,
-    ``time_factor`` the time limit; ``nodes`` is how many are asked for (None: as the job says).
-    ``variables`` are added to the environment of the ranks; the fold takes them back once a
-    checkpoint lies past the step ``variables_past``.
+    The global batch is not a parameter because it never changes, nor does the order of the samples.
+
+    Attributes:
+        lr_factor: Scales the scheduler's own learning rate from step ``lr_from_step`` on; it is
+            state, never multiplied into an optimizer.
+        lr_from_step: The optimizer step, from 0, where ``lr_factor`` begins.
+        lr_ramp_steps: Steps over which the factor returns to 1; 0 keeps it.
+        micro_batch: Samples per rank and forward pass; None is what the program asks for.
+        mem_factor: Scales the memory that the job asks for.
+        exclude_nodes: Nodes that the job does not run on.
+        skipped: Windows of the sample stream that are skipped, in order, without overlap.
+        reseeded: How often random numbers (dropout, …) were drawn anew.
+        worker_factor: Scales the number of data-loader workers.
+        time_factor: Scales the time limit.
+        nodes: The number of nodes to ask for; None is what the job file says.
+        variables: Added to the environment of the ranks.
+        variables_past: The step that a checkpoint must pass for ``variables`` to be removed.
     """
 
     lr_factor: float = 1.0
@@ -60,7 +67,14 @@ class RecoveryPlan:
     variables_past: int = 0
 
     def lr_scale(self, step: int) -> float:
-        """Factor on the learning rate of optimizer step ``step`` (counted from 0)."""
+        """The factor on the learning rate of an optimizer step.
+
+        Args:
+            step: The optimizer step, from 0.
+
+        Returns:
+            The factor: 1 where the plan changes nothing.
+        """
         if self.lr_factor == 1.0:
             return 1.0
         if self.lr_ramp_steps <= 0 or step <= self.lr_from_step:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from xml.etree import ElementTree
 
 import pytest
 from pydantic import ConfigDict, Field
@@ -36,8 +37,10 @@ from tests.unit.cli.test_examples import parse
 
 CAUSES = [DOCS / page_of(cause) for cause in Cause]
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-SETTINGS = DOCS / "configuration.md"
+GUIDES = sorted((DOCS / "how-to").glob("*.md"))
+SETTINGS = DOCS / "how-to" / "configuration.md"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = DOCS.parent / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -117,7 +120,7 @@ def test_a_new_kind_of_event_appears_by_itself(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(events, "Event", events.Annotated[events.Note | Yawned, "kind"])
     text = "\n".join(docsite_events.journal())
     assert "### yawned\n\nSomebody was tired.\n" in text
-    assert "| `how_long_s` | `float` | always there |" in text
+    assert "| `how_long_s` | `float` | required |" in text
 
 
 def test_every_variable_is_named_once() -> None:
@@ -131,7 +134,7 @@ def test_every_variable_is_named_once() -> None:
         assert text.count(f"| `{name}` |") == 1, name
 
 
-@pytest.mark.parametrize("file", [*CAUSES, *TUTORIALS, SETTINGS], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*CAUSES, *TUTORIALS, *GUIDES, README], ids=lambda f: f.stem)
 def test_what_is_to_be_typed_can_be_typed(file: Path) -> None:
     found = 0
     for text in blocks(file, ""):
@@ -145,7 +148,7 @@ def test_what_is_to_be_typed_can_be_typed(file: Path) -> None:
             for option, faults in pairwise(words):
                 if option == "--inject":
                     assert parse_faults(faults)
-    assert found or "yaml" in file.read_text()
+    assert found or "yaml" in file.read_text() or file in GUIDES
 
 
 @pytest.mark.parametrize("file", [*CAUSES, *TUTORIALS], ids=lambda file: file.stem)
@@ -194,8 +197,37 @@ def test_every_action_is_explained() -> None:
 
 
 def test_every_page_can_be_reached_from_the_map() -> None:
-    linked = set(re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text()))
-    assert {file.relative_to(DOCS).as_posix() for file in PAGES} - {"index.md"} <= linked
+    reached = {DOCS / "index.md"}
+    while True:
+        indexes = [page for page in reached if page.name == "index.md"]
+        linked = {
+            (page.parent / target).resolve()
+            for page in indexes
+            for target in re.findall(r"\]\(([^)#:]+\.md)", page.read_text())
+        }
+        if linked <= reached:
+            break
+        reached |= linked
+    assert set(PAGES) <= reached
+
+
+def test_the_readme_is_short_and_shows_the_recording() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    picture = re.search(r"!\[[^\]]+\]\((\S+\.svg)\)", text)
+    assert picture is not None
+    file = README.parent / picture[1]
+    assert file.stat().st_size < 30_000
+    shown = "".join(ElementTree.fromstring(file.read_text()).itertext())
+    for word in ("slurm-forge run", "skipped", "finished", "prefers-color-scheme:dark"):
+        assert word in shown
+
+
+def test_measurements_are_one_entry_of_the_menu() -> None:
+    menu = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    assert menu.count("results/") == 1
+    listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", (DOCS / "results" / "index.md").read_text()))
+    assert listed == {file.name for file in (DOCS / "results").glob("*.md")} - {"index.md"}
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.relative_to(DOCS).as_posix())
@@ -211,16 +243,20 @@ def test_links_lead_somewhere(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "source", "expected"),
     [
-        ("[a](docs/exec.md#x)", "README.md", "[a](exec.md#x)"),
+        ("[a](docs/how-to/exec.md#x)", "README.md", "[a](how-to/exec.md#x)"),
         ("[a](docs/results/)", "README.md", "[a](results/index.md)"),
         ("[a](../exec.md)", "docs/causes/hang.md", "[a](../exec.md)"),
         ("[a](../../CONTRIBUTING.md)", "docs/causes/hang.md", "[a](../contributing.md)"),
-        ("[map](index.md)", "docs/exec.md", "[map](map.md)"),
+        ("[map](../index.md)", "docs/how-to/exec.md", "[map](../map.md)"),
         ("![f](poison.svg)", "docs/results/poison.md", "![f](poison.svg)"),
-        ("[`examples/exec`](../examples/exec)", "docs/exec.md", "`examples/exec`"),
-        ("[them](../examples/exec)", "docs/exec.md", "them (`examples/exec`)"),
+        ("[`examples/exec`](../../examples/exec)", "docs/how-to/exec.md", "`examples/exec`"),
+        ("[them](../../examples/exec)", "docs/how-to/exec.md", "them (`examples/exec`)"),
         ("[a](https://x.org/a.md) [b](#c)", "README.md", "[a](https://x.org/a.md) [b](#c)"),
-        ("```\n[a](docs/exec.md)\n```\n", "README.md", "```\n[a](docs/exec.md)\n```\n"),
+        (
+            "```\n[a](docs/how-to/exec.md)\n```\n",
+            "README.md",
+            "```\n[a](docs/how-to/exec.md)\n```\n",
+        ),
     ],
 )
 def test_links_on_the_site(text: str, source: str, expected: str) -> None:
@@ -228,17 +264,27 @@ def test_links_on_the_site(text: str, source: str, expected: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     root = DOCS.parent
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "s")]
     done = subprocess.run(
         words, cwd=root, env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=350, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     home = (tmp_path / "s" / "index.html").read_text()
     assert "PyTorch training runs that finish by themselves" in home
+    assert "<title>The job file" in (tmp_path / "s" / "reference" / "job-file.html").read_text()
+    assert "All measurements" in (tmp_path / "s" / "results" / "guard.html").read_text()
+    assert "max_norm" in (tmp_path / "s" / "reference" / "python-api.html").read_text()
+    for page in sorted((tmp_path / "s").rglob("*.html")):
+        fetched = re.findall(
+            r"<(?:script|img|link)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()
+        )
+        assert fetched == [], f"{page.name} fetches something when it is read"
+    assert (tmp_path / "s" / "search" / "search_index.js").is_file(), "no search from a folder"
     for cause in Cause:
         built = (tmp_path / "s" / "causes" / f"{cause.value}.html").read_text()
         assert shlex.quote(cause.value) in built
