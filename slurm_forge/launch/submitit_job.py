@@ -47,6 +47,9 @@ class ForgeJob:
     debug executor) the run goes on there instead, or ``ForgeError`` says why it does not.
     """
 
+    #: Pickles outlive the place of this module: they name the public one.
+    __module__ = "slurm_forge"
+
     run: str
 
     def __call__(self) -> str:
