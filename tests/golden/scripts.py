@@ -1,34 +1,28 @@
 """What is handed to sbatch at every site, kept in files that a person can read and check.
 
-``<site>.txt`` has the options of the usual job on one node and what the rules say of it, then, of
-every other size and template, only what differs; and what the script does beyond that of the
-generic site.  ``scripts/`` has some scripts whole.
-
-``python -m tests.unit.site.golden`` writes them.
+``sites/<site>.txt`` has the options of the usual job on one node and what the rules say of it,
+then, of every other size and template, only what differs; and what the script does beyond that of
+the generic site.  ``scripts/`` has some scripts whole.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher, unified_diff
-from pathlib import Path
+from difflib import SequenceMatcher
 
 from tests.rendered.scripts import Kind, Rendered, rendered
 from tests.unit.site.asked import ASKED, NODES
 
-FOLDER = Path(__file__).parent / "golden"
-RENEW = "python -m tests.unit.site.golden"
 #: Where the scripts of all templates, and of some, are kept whole.
 _EVERY, _SOME = "generic", {"lumi_g": (Kind.SRUN, Kind.APPTAINER)}
 
 
-def golden_files() -> dict[Path, str]:
+def rendered_files() -> dict[str, str]:
     """The files and their texts, as they are to be now."""
-    files = {FOLDER / f"{name}.txt": golden(name) for name in ASKED}
+    files = {f"sites/{name}.txt": golden(name) for name in ASKED}
     for name, kinds in {_EVERY: tuple(Kind), **_SOME}.items():
         for kind in kinds:
-            files[FOLDER / "scripts" / f"{name}-{kind.value}.sbatch"] = rendered(name, kind, 2).text
+            files[f"scripts/{name}-{kind.value}.sbatch"] = rendered(name, kind, 2).text
     return files
 
 
@@ -46,19 +40,6 @@ def golden(name: str) -> str:
         if lines:
             parts.append([f"# the script, beside that of {_EVERY}: {where}", *lines])
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def out_of_date() -> str:
-    """What is not as it should be, in words; empty where all is."""
-    now, told = golden_files(), []
-    kept = {path for path in FOLDER.rglob("*") if path.is_file()}
-    told += [f"{path.name} belongs to nothing" for path in sorted(kept - set(now))]
-    for path, text in now.items():
-        old = path.read_text() if path in kept else ""
-        if old != text:
-            lines = unified_diff(old.splitlines(), text.splitlines(), path.name, "now", "", "", n=1)
-            told += list(lines)
-    return "" if not told else "\n".join([*told, f"If that is what is meant: {RENEW}"])
 
 
 def _all(name: str) -> Iterator[Rendered]:
@@ -89,19 +70,3 @@ def _differences(old: Sequence[str], new: Sequence[str]) -> list[str]:
         if what != "equal":
             lines += [*(f"- {each}" for each in old[a:b]), *(f"+ {each}" for each in new[c:d])]
     return lines
-
-
-def main() -> None:
-    """Write all of them."""
-    files = golden_files()
-    for path in FOLDER.rglob("*"):
-        if path.is_file() and path not in files:
-            path.unlink()
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    sys.stderr.write(f"{len(files)} files in {FOLDER}\n")
-
-
-if __name__ == "__main__":
-    main()
