@@ -1,0 +1,224 @@
+"""``slurm-forge run``: what happens to a training on this machine, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.command import SLURM_FORGE, Project, causes, finish, incidents, until
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def eventful(shared: Project) -> Project:
+    """One run with everything: a bad gradient, a preemption, a rank that is killed."""
+    job = shared.job(
+        "eventful",
+        args={"steps": STEPS},
+        resources={"tasks_per_node": 2},
+        inject=["nan@8", "term@14:rank1", "kill@27:rank0"],
+    )
+    done = shared.forge("run", job)
+    assert done.code == 0, done.text
+    return shared
+
+
+def test_it_finishes_by_itself(eventful: Project) -> None:
+    status = eventful.status("eventful")
+    assert (status["status"], status["step"], status["total_steps"]) == ("finished", STEPS, STEPS)
+    assert (eventful.folder / "runs" / "eventful" / "DONE").exists()
+
+
+def test_a_bad_gradient_is_skipped_and_told(eventful: Project) -> None:
+    story = eventful.explain("eventful")
+    (change,) = [each for each in story["changes"] if each["parameter"] == "skipped"]
+    assert change["science"] is True
+    launches = [launch for attempt in story["attempts"] for launch in attempt["launches"]]
+    (skipped,) = [each for launch in launches for each in launch["skipped"]]
+    assert skipped["first_step"] == skipped["last_step"] == 9
+    assert any("not finite" in each["text"] for each in skipped["evidence"])
+
+
+def test_a_preemption_by_signal_loses_no_step(eventful: Project) -> None:
+    story = eventful.explain("eventful")
+    first = incidents(story)[0]
+    assert first["cause"] == "preempted"
+    assert first["repeated_steps"] == 0
+    assert first["resumed_step"] == first["step"]
+    launch = story["attempts"][0]["launches"][0]
+    assert launch["stop_checkpoint"]["reason"] == "stop"
+    assert [notice["what"] for notice in launch["notices"]] == ["SIGTERM"]
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(eventful: Project) -> None:
+    crash = incidents(eventful.explain("eventful"))[1]
+    assert crash["cause"] == "crash"
+    assert 0 < crash["repeated_steps"] <= 10
+    assert crash["recovered"]
+
+
+def test_explain_says_it_in_words(eventful: Project) -> None:
+    done = eventful.forge("explain", "eventful")
+    assert done.code == 0
+    for word in ("preempted", "crash", "1 update skipped", f"step {STEPS} of {STEPS}"):
+        assert word in done.out
+
+
+def test_a_finished_run_returns_at_once(eventful: Project) -> None:
+    before = eventful.explain("eventful")["attempts"]
+    done = eventful.forge("run", "eventful.yaml")
+    assert done.code == 0, done.text
+    assert eventful.explain("eventful")["attempts"] == before
+
+
+def test_another_job_is_no_continuation(eventful: Project) -> None:
+    done = eventful.forge("run", "eventful.yaml", "--set", "args.steps=50")
+    assert done.code == 2
+    assert "args" in done.err, done.err
+
+
+def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(shared: Project) -> None:
+    """SAVE, SIGTERM for the command, and the same command again; beside one left in peace."""
+    plain = shared.job("plain", args={"steps": STEPS})
+    assert shared.forge("run", plain).code == 0
+    job = shared.job("stopped", args={"steps": STEPS, "pace": 0.3}, checkpoint=EVERY_100)
+    command = shared.start(*SLURM_FORGE, "run", job)
+    folder = shared.folder / "runs" / "stopped"
+    until(lambda: _trains(shared, "stopped"), "the first step")
+    assert shared.forge("save", "stopped").code == 0
+    until(lambda: shared.saved("stopped"), "what was asked for by SAVE")
+    assert not (folder / "SAVE").exists()
+    command.send_signal(signal.SIGTERM)
+    done = finish(command)
+    assert done.code == 143, done.text
+    status = shared.status("stopped")
+    assert status["status"] == "stopped"
+    assert 0 < status["step"] < STEPS
+    assert status["checkpoint"]["step"] == status["step"], "steps were lost"
+
+    done = shared.forge("run", job)
+    assert done.code == 0, done.text
+    story = shared.explain("stopped")
+    assert causes(story) == ["stop_requested"]
+    assert (len(story["attempts"]), story["repeated_steps"]) == (2, 0)
+    expected, found = shared.weights("plain", "plain.pt"), shared.weights("stopped", "stopped.pt")
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+EVERY_100 = {"every_steps": 100, "every_minutes": None}
+
+
+def _trains(project: Project, run: str) -> bool:
+    return project.forge("status", run).code == 0 and (project.status(run)["step"] or 0) > 0
+
+
+def test_the_file_stop_ends_a_run_until_it_is_asked_to_go_on(project: Project) -> None:
+    job = project.job("told", args={"steps": STEPS, "pace": 0.3})
+    command = project.start(*SLURM_FORGE, "run", job)
+    until(lambda: project.saved("told"), "the first checkpoint")
+    assert project.forge("stop", "told").code == 0
+    done = finish(command)
+    assert done.code == 1, done.text
+    assert project.status("told")["status"] == "stopped"
+    assert "stop_requested" in causes(project.explain("told"))
+
+
+def test_bad_gradients_in_a_row_are_rolled_back(project: Project) -> None:
+    job = project.job("rolled", args={"steps": STEPS}, inject=["nan@24x3"])
+    assert project.forge("run", job).code == 0
+    story = project.explain("rolled")
+    (incident,) = incidents(story)
+    assert incident["cause"] == "non_finite"
+    assert incident["decision"]["action"] == "rollback"
+    assert incident["decision"]["in_process"]
+    assert incident["decision"]["target_step"] <= 20
+    assert story["attempts"][0]["launches"][0]["number"] == 1
+    assert len(story["attempts"]) == 1, "the process went on"
+
+
+def test_out_of_memory_halves_the_micro_batch_and_nothing_else(project: Project) -> None:
+    job = project.job("full", args={"steps": STEPS}, inject=["oom@15"])
+    assert project.forge("run", job).code == 0
+    story = project.explain("full")
+    (incident,) = incidents(story)
+    assert incident["cause"] == "cuda_oom"
+    assert incident["decision"]["action"] == "shrink_micro_batch"
+    assert incident["decision"]["plan"]["micro_batch"] == 4
+    assert story["step"] == STEPS
+
+
+def test_an_error_of_the_program_is_told_and_the_run_held_until_it_is_mended(
+    project: Project,
+) -> None:
+    ladder = {"app_error": [{"do": "relaunch", "times": 1}]}
+    job = project.job("broken", entry="failing.py:broken", recovery=ladder)
+    done = project.forge("run", job)
+    assert done.code == 1, done.text
+    status = project.status("broken")
+    assert status["status"] == "held"
+    told = project.forge("explain", "broken").out
+    assert "the shards of the data are missing" in told
+    assert "failing.py" in told
+    project.write("mended", "")
+    assert project.forge("run", job).code == 0
+    assert project.status("broken")["status"] == "finished"
+
+
+def test_a_foreign_program_is_started_again_and_finishes(project: Project) -> None:
+    """It fails the first time, and keeps its place in a file of its own."""
+    script = "[ -e failed ] || { touch failed; kill -9 $$; }; exec bash loop.sh out 3 0"
+    words = ("exec", "--name", "own", "--progress-file", "out/done", "--", "bash", "-c", script)
+    done = project.forge(*words)
+    assert done.code == 0, done.text
+    assert (project.folder / "out" / "all").read_text().split() == ["1", "2", "3"]
+    story = project.explain("own")
+    assert (story["status"], causes(story)) == ("finished", ["crash"])
+
+
+def test_the_status_of_a_foreign_program_that_can_not_work_is_handed_on(project: Project) -> None:
+    words = ("exec", "--name", "never", "--", "bash", "-c", "echo no such luck >&2; exit 3")
+    done = project.forge(*words)
+    assert done.code != 0
+    assert "no such luck" in done.err
+    assert project.status("never")["status"] == "held"
+
+
+def test_a_script_attaches_itself(project: Project) -> None:
+    done = project.run("python", "attached.py")
+    assert done.code == 0, done.text
+    assert "behind the block on rank 0" in done.out
+    assert project.status("mine")["status"] == "finished"
+
+
+def test_a_run_is_a_submitit_job(project: Project) -> None:
+    """``ForgeJob`` in submitit's own local executor."""
+    job = project.job("picked", args={"steps": 20})
+    assert project.forge("render", job).code == 0
+    done = project.run("python", "submitted.py", "local", str(project.folder / "runs" / "picked"))
+    assert done.code == 0, done.text
+    assert "picked: finished" in done.out
+    assert project.status("picked")["status"] == "finished"
+
+
+def test_nobody_is_left_behind(eventful: Project) -> None:
+    """Nothing of a run that has ended is alive."""
+    mark = str(eventful.folder / "runs" / "eventful").encode()
+
+    def living() -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    until(lambda: not living(), "the end of all of its processes", 60)
