@@ -80,7 +80,7 @@ class Project:
             "SLURM_FORGE_NODES": "off",
             "XDG_CONFIG_HOME": state,
             "XDG_STATE_HOME": state,
-            "SLURM_CONF": "/nowhere/slurm.conf",
+            "SLURM_CONF": "/dev/null",  # Slurm says at once that there is none
             "OMP_NUM_THREADS": "1",
             **self.variables,
         }

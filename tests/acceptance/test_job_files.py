@@ -27,7 +27,6 @@ recovery:
         ("tasks_per_node: 4", "tasks_per_node: four", 4, "tasks_per_node"),
         ('"12:00:00"', "12:00:00", 4, "time"),
         ("nodes: 2", "nodes: 0", 4, "nodes"),
-        ("steps: 40", "stepps: 40", 3, "stepps"),
         ("do: shrink_micro_batch", "do: shrink", 6, 'did you mean "shrink_micro_batch"'),
         ("args: {steps: 40}", "args: {steps: 40}\nname: again", 4, "name"),
         ("args: {steps: 40}", "command: [python, x.py]", 3, "command"),
@@ -43,6 +42,13 @@ def test_a_mistake_is_told_with_its_line_and_the_nearest_right_word(
     assert f"job.yaml:{line}" in done.err, done.err
     assert told in done.err, done.err
     assert not (project.folder / "runs").exists(), "something was made"
+
+
+def test_arguments_that_the_function_does_not_have_are_refused(project: Project) -> None:
+    project.write("job.yaml", GOOD.replace("steps", "stepps"))
+    done = project.forge("render", "job.yaml")
+    assert done.code == 2
+    assert 'did you mean "steps"' in done.err
 
 
 def test_a_verb_that_there_is_not_is_refused_with_the_nearest(project: Project) -> None:
@@ -90,7 +96,8 @@ def test_render_prints_a_script_that_bash_reads(
 def test_a_setting_above_all_files_is_what_counts(project: Project) -> None:
     project.write("job.yaml", GOOD)
     done = project.forge("config", "show", "job.yaml", "--set", "args.steps=7", "--json")
-    assert '"steps": 7' in done.out, done.text
+    values = {each["key"]: (each["value"], each["origin"]) for each in done.json["values"]}
+    assert values["args.steps"] == (7, "--set args.steps=7"), values["args.steps"]
 
 
 def test_what_would_be_done_is_told_beforehand(project: Project) -> None:
