@@ -13,6 +13,9 @@ from tests.acceptance.command import SLURM_FORGE, Project, causes, finish, incid
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 STEPS = 40
+#: So many, at half a second each, that they last until a command has come through.
+MANY = 400
+SELDOM = {"every_steps": 1000, "every_minutes": None}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,7 @@ def eventful(shared: Project) -> Project:
         "eventful",
         args={"steps": STEPS},
         resources={"tasks_per_node": 2},
-        inject=["nan@8", "term@14:rank1", "kill@27:rank0"],
+        inject=["nan@8", "term@14:rank1", "kill@27:rank1"],
     )
     done = shared.forge("run", job)
     assert done.code == 0, done.text
@@ -85,9 +88,9 @@ def test_another_job_is_no_continuation(eventful: Project) -> None:
 
 def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(shared: Project) -> None:
     """SAVE, SIGTERM for the command, and the same command again; beside one left in peace."""
-    plain = shared.job("plain", args={"steps": STEPS})
+    plain = shared.job("plain", args={"steps": MANY})
     assert shared.forge("run", plain).code == 0
-    job = shared.job("stopped", args={"steps": STEPS, "pace": 0.3}, checkpoint=EVERY_100)
+    job = shared.job("stopped", args={"steps": MANY, "pace": 0.5}, checkpoint=SELDOM)
     command = shared.start(*SLURM_FORGE, "run", job)
     folder = shared.folder / "runs" / "stopped"
     until(lambda: _trains(shared, "stopped"), "the first step")
@@ -99,9 +102,10 @@ def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(shared: Pr
     assert done.code == 143, done.text
     status = shared.status("stopped")
     assert status["status"] == "stopped"
-    assert 0 < status["step"] < STEPS
+    assert 0 < status["step"] < MANY
     assert status["checkpoint"]["step"] == status["step"], "steps were lost"
 
+    shared.write("go", "")
     done = shared.forge("run", job)
     assert done.code == 0, done.text
     story = shared.explain("stopped")
@@ -112,15 +116,12 @@ def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(shared: Pr
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-EVERY_100 = {"every_steps": 100, "every_minutes": None}
-
-
 def _trains(project: Project, run: str) -> bool:
     return project.forge("status", run).code == 0 and (project.status(run)["step"] or 0) > 0
 
 
 def test_the_file_stop_ends_a_run_until_it_is_asked_to_go_on(project: Project) -> None:
-    job = project.job("told", args={"steps": STEPS, "pace": 0.3})
+    job = project.job("told", args={"steps": MANY, "pace": 0.5})
     command = project.start(*SLURM_FORGE, "run", job)
     until(lambda: project.saved("told"), "the first checkpoint")
     assert project.forge("stop", "told").code == 0

@@ -82,10 +82,10 @@ def test_a_damaged_checkpoint_is_found(kept: Project, project: Project) -> None:
 
 
 def test_trust_is_a_persons_to_give_and_take(kept: Project) -> None:
-    assert kept.forge("checkpoints", "suspect", "finished", "30").code == 0
+    assert kept.forge("checkpoints", "suspect", "finished", "30", "--reason", "odd").code == 0
     listed = kept.forge("checkpoints", "list", "finished", "--json").json["checkpoints"]
     assert {each["step"]: each["trust"] for each in listed}[30] == "suspect"
-    assert kept.forge("checkpoints", "promote", "finished", "30").code == 0
+    assert kept.forge("checkpoints", "promote", "finished", "30", "--reason", "fine").code == 0
     listed = kept.forge("checkpoints", "list", "finished", "--json").json["checkpoints"]
     assert {each["step"]: each["trust"] for each in listed}[30] == "good"
 

@@ -19,7 +19,7 @@ from tests.acceptance.command import Project, causes, incidents, until
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 CLUSTER = (sys.executable, "-m", "slurm_forge.testing.cluster")
-STEPS = 100
+STEPS = 200
 RESOURCES = {
     "nodes": 2,
     "tasks_per_node": 1,
@@ -60,7 +60,7 @@ def project(tmp_path: Path, variables: dict[str, str]) -> Iterator[Project]:
 def submitted(project: Project, name: str, **keys: Any) -> str:
     """The id of its job."""
     resources = {**RESOURCES, **keys.pop("resources", {})}
-    job = project.job(name, resources=resources, args={"steps": STEPS, "pace": 0.2}, **keys)
+    job = project.job(name, resources=resources, args={"steps": STEPS, "pace": 0.5}, **keys)
     done = project.forge("submit", job, "--json")
     assert done.code == 0, done.text
     return str(done.json["job"])
@@ -74,6 +74,7 @@ def preempt(project: Project, job: str) -> None:
     wanted = (f"--nodelist={nodes}", f"--nodes={count}", "--exclusive", "--partition=normal")
     done = project.run("sbatch", *wanted, "--time=10", "--output=/dev/null", "--wrap=sleep 1")
     assert done.code == 0, done.text
+    project.write("go", "")  # what comes back need not be slow
 
 
 def trains(project: Project, run: str) -> int:
@@ -128,7 +129,7 @@ def test_a_foreign_command_in_a_script_of_ones_own(project: Project) -> None:
         "own.sbatch",
         "#!/bin/bash\n#SBATCH --partition=preempt --requeue --open-mode=append\n"
         "#SBATCH --nodes=1 --mem=1G --time=00:20:00\n"
-        "exec slurm-forge exec --name own --progress-file out/done -- bash loop.sh out 60 0.5\n",
+        "exec slurm-forge exec --name own --progress-file out/done -- bash loop.sh out 100 0.5\n",
     )
     done = project.run("sbatch", "--parsable", "own.sbatch")
     assert done.code == 0, done.text
@@ -137,7 +138,7 @@ def test_a_foreign_command_in_a_script_of_ones_own(project: Project) -> None:
     ends(project, "own")
     preempted_once(project, "own")
     pieces = [int(each) for each in (project.folder / "out" / "all").read_text().split()]
-    assert pieces == list(range(1, 61))
+    assert pieces == list(range(1, 101))
 
 
 def test_who_cancels_a_job_wants_no_other(project: Project) -> None:
@@ -149,6 +150,7 @@ def test_who_cancels_a_job_wants_no_other(project: Project) -> None:
     ends(project, "cancelled", "stopped")
     assert causes(project.explain("cancelled")) == ["user_cancelled"]
     assert project.run("squeue", "-h").out == "", "it came back"
+    project.write("go", "")
     assert project.forge("requeue", "cancelled").code == 0
     ends(project, "cancelled")
     assert project.explain("cancelled")["step"] == STEPS

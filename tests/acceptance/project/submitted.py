@@ -25,7 +25,7 @@ def main() -> None:
             slurm_partition="preempt",
             slurm_mem="1500M",
         )
-        print(cluster.submit(train, steps=100, pace=0.2).job_id, flush=True)
+        print(cluster.submit(train, steps=200, pace=0.5).job_id, flush=True)
 
 
 if __name__ == "__main__":

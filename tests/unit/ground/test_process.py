@@ -78,3 +78,16 @@ def test_what_earlier_scripts_name_is_still_started(old: tuple[str, ...], tmp_pa
 def test_the_command_line_is_the_package_itself() -> None:
     done = started("-m", "slurm_forge", "--version")
     assert (done.returncode, done.stdout.split()[0]) == (0, "slurm-forge")
+
+
+def test_a_script_of_a_newer_version_is_begun_again_to_say_so(tmp_path: Path) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text('printf %s "$forge_not_started"\n')
+    done = started("-m", "slurm_forge.process", "orchestrate", "/x", forge_script=str(script))
+    assert done.returncode == 0
+    assert done.stdout.startswith("no process is called 'orchestrate' (known here: agent, ")
+
+
+def test_what_was_set_by_the_script_is_for_nobody_else(tmp_path: Path) -> None:
+    words = process_words("shield", "--", "bash", "-c", 'printf %s "${forge_script-unset}"')
+    assert started(*words, forge_script=str(tmp_path / "job.sbatch")).stdout == "unset"
