@@ -124,6 +124,15 @@ def test_through_submitit_it_is_the_same(project: Project) -> None:
     preempted_once(project, name)
 
 
+def test_a_function_is_submitted_from_python(project: Project) -> None:
+    done = project.run("python", "submitted.py", "api", "runs")
+    assert done.code == 0, done.text
+    assert done.out.split()[-1] == str(project.folder / "runs" / "api")
+    job = project.status("api")["job"]
+    assert project.run("squeue", "-h", "-o", "%A %j").out.split() == [job, "api"]
+    until(lambda: trains(project, "api") >= 1, "the first step")
+
+
 def test_a_foreign_command_in_a_script_of_ones_own(project: Project) -> None:
     project.write(
         "own.sbatch",

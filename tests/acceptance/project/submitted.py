@@ -1,4 +1,4 @@
-"""``python submitted.py local|forge RUN|FOLDER``: the ways through submitit."""
+"""``python submitted.py local|forge|api PLACE``: the ways that begin in Python."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import slurm_forge as forge
 
 
 def main() -> None:
-    """A run that is there already as local processes, or a function on the cluster."""
+    """A run that is there already as local processes, or the function on the cluster."""
     way, place = sys.argv[1:]
     if way == "local":
         local = submitit.LocalExecutor(folder="logs")
         local.update_parameters(timeout_min=30)
         print(local.submit(forge.ForgeJob(place)).result())
+    elif way == "api":
+        resources = {"mem": "1500M", "time": "00:20:00", "partition": "preempt"}
+        spec = {"name": "api", "args": {"steps": 200, "pace": 0.5}, "resources": resources}
+        print(forge.submit(train, spec, runs=place).path)
     else:
         cluster = submitit.AutoExecutor(folder=place, cluster="forge")
         cluster.update_parameters(
