@@ -156,7 +156,7 @@ def test_who_cancels_a_job_wants_no_other(project: Project) -> None:
     until(lambda: trains(project, "cancelled") >= 10, "step 10")
     assert project.run("scancel", job).code == 0
     until(lambda: not project.run("squeue", "-h").out, "an empty queue")
-    ends(project, "cancelled", "stopped")
+    ends(project, "cancelled", "cancelled")
     assert causes(project.explain("cancelled")) == ["user_cancelled"]
     assert project.run("squeue", "-h").out == "", "it came back"
     project.write("go", "")

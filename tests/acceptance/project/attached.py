@@ -7,6 +7,6 @@ from train import train
 import slurm_forge as forge
 
 if __name__ == "__main__":
-    with forge.attach(spec={"name": "mine", "args": {"steps": 20}}) as run:
+    with forge.attach(spec={"args": {"steps": 20}}) as run:
         train(run, steps=20)
     print(f"behind the block on rank {run.rank}", flush=True)
