@@ -16,32 +16,32 @@ MANY = 400
 SELDOM = {"every_steps": 1000, "every_minutes": None}
 
 
-def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(shared: Project) -> None:
+def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(project: Project) -> None:
     """SAVE, SIGTERM for the command, and the same command again; beside one left in peace."""
-    plain = shared.job("plain", args={"steps": MANY})
-    assert shared.forge("run", plain).code == 0
-    job = shared.job("stopped", args={"steps": MANY, "pace": 0.5}, checkpoint=SELDOM)
-    command = shared.start(*SLURM_FORGE, "run", job)
-    folder = shared.folder / "runs" / "stopped"
-    until(lambda: _trains(shared, "stopped"), "the first step")
-    assert shared.forge("save", "stopped").code == 0
-    until(lambda: shared.saved("stopped"), "what was asked for by SAVE")
+    plain = project.job("plain", args={"steps": MANY})
+    assert project.forge("run", plain).code == 0
+    job = project.job("stopped", args={"steps": MANY, "pace": 0.5}, checkpoint=SELDOM)
+    command = project.start(*SLURM_FORGE, "run", job)
+    folder = project.folder / "runs" / "stopped"
+    until(lambda: _trains(project, "stopped"), "the first step")
+    assert project.forge("save", "stopped").code == 0
+    until(lambda: project.saved("stopped"), "what was asked for by SAVE")
     assert not (folder / "SAVE").exists()
     command.send_signal(signal.SIGTERM)
     done = finish(command)
     assert done.code == 143, done.text
-    status = shared.status("stopped")
+    status = project.status("stopped")
     assert status["status"] == "stopped"
     assert 0 < status["step"] < MANY
     assert status["checkpoint"]["step"] == status["step"], "steps were lost"
 
-    shared.write("go", "")
-    done = shared.forge("run", job)
+    project.write("go", "")
+    done = project.forge("run", job)
     assert done.code == 0, done.text
-    story = shared.explain("stopped")
+    story = project.explain("stopped")
     assert causes(story) == ["stop_requested"]
     assert (len(story["attempts"]), story["repeated_steps"]) == (2, 0)
-    expected, found = shared.weights("plain", "plain.pt"), shared.weights("stopped", "stopped.pt")
+    expected, found = project.weights("plain", "plain.pt"), project.weights("stopped", "stopped.pt")
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
 
@@ -51,7 +51,7 @@ def _trains(project: Project, run: str) -> bool:
     return done.code == 0 and (done.json["step"] or 0) > 0
 
 
-def test_the_file_stop_ends_a_run_until_it_is_asked_to_go_on(project: Project) -> None:
+def test_the_verb_stop_ends_a_run_that_stays_stopped(project: Project) -> None:
     job = project.job("told", args={"steps": MANY, "pace": 0.5})
     command = project.start(*SLURM_FORGE, "run", job)
     until(lambda: project.saved("told"), "the first checkpoint")

@@ -147,7 +147,8 @@ def test_a_foreign_command_in_a_script_of_ones_own(project: Project) -> None:
     ends(project, "own")
     preempted_once(project, "own")
     pieces = [int(each) for each in (project.folder / "out" / "all").read_text().split()]
-    assert pieces == list(range(1, 101))
+    # One that it was ended in between may have been done twice.
+    assert list(dict.fromkeys(pieces)) == list(range(1, 101))
 
 
 def test_who_cancels_a_job_wants_no_other(project: Project) -> None:
@@ -173,7 +174,7 @@ def test_a_run_that_can_not_go_on_waits_held_until_it_is_released(project: Proje
     )
     assert project.forge("submit", job).code == 0
     ends(project, "held", "held")
-    until(lambda: "Held" in project.run("squeue", "-h", "-o", "%r").out, "the hold")
+    until(lambda: "held" in project.run("squeue", "-h", "-o", "%r").out.lower(), "the hold")
     assert "the shards of the data are missing" in project.forge("explain", "held").out
     project.write("mended", "")
     done = project.forge("requeue", "held")

@@ -8,7 +8,7 @@ if [ -f "$1/done" ]; then done=$(cat "$1/done"); fi
 while [ "$done" -lt "$2" ]; do
     [ -e go ] || sleep "$3" # the work
     done=$((done + 1))
+    echo "$done" >> "$1/all"
     echo "$done" > "$1/done.new"
     mv "$1/done.new" "$1/done"
-    echo "$done" >> "$1/all"
 done
