@@ -17,8 +17,8 @@ from slurm_forge.run_directory import RunDirectory
 __all__ = ["ColdStart", "phases_as_json", "print_phases", "read_cold_start"]
 
 _TORCHRUN = "torch.distributed.run"
-_AGENT = "slurm_forge.training.agent"
-_SUPERVISOR = "slurm_forge.launch.batch_start"
+_AGENT = "slurm_forge.process agent"
+_SUPERVISOR = "slurm_forge.process supervise"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

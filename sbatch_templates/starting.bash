@@ -163,7 +163,7 @@ forge_since=$SECONDS
 export forge_script=${BASH_SOURCE[0]:-$0}
 {% endif -%}
 forge_said=$(timeout -k 10 300 {{ interpreter }} \
-    -c 'import slurm_forge.launch.{{ "batch_start" if again else "supervise" }}' \
+    {% if again %}-c 'import slurm_forge.process'{% else %}-m slurm_forge.process --try supervise{% endif %} \
     2>&1 < /dev/null) || forge_status=$?
 if [ "$forge_status" != 0 ] && [ "$((SECONDS - forge_since))" -ge 300 ]; then
     not_started 'no answer in 300 seconds (is a file system down?) from' \

@@ -1,6 +1,6 @@
 """A checkpoint as one file that needs no slurm_forge: the process behind ``slurm-forge export``.
 
-    python -m slurm_forge.checkpoint.export --plain elsewhere/step-1000 --to model.safetensors
+    python -m slurm_forge.process export --plain elsewhere/step-1000 --to model.safetensors
 
 The command line has no torch, so it starts this module by its name.  What was written is told as
 one line of JSON on standard output, everything else on standard error; exit status 2 where it could
@@ -188,7 +188,7 @@ def _groups(keys: Sequence[str], limit: int, size: Callable[[str], int]) -> Iter
 
 def main(words: Sequence[str] | None = None) -> int:
     """Do what the command line asks for and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m slurm_forge.checkpoint.export")
+    parser = argparse.ArgumentParser(prog="python -m slurm_forge.process export")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--format", type=Format, required=True)
     parser.add_argument("--plain", type=Path, help="a directory that dcp.save wrote")

@@ -14,10 +14,9 @@ import typer
 
 from slurm_forge.cli.checkpoint_run import AsJson, Runs, open_run
 from slurm_forge.cli.completing import run_names
+from slurm_forge.process import process_words
 
 __all__ = ["export"]
-
-_MODULE = "slurm_forge.checkpoint.export"
 
 
 class Kind(str, Enum):
@@ -143,7 +142,7 @@ def _child(words: list[str]) -> Exported:
 
     _need("torch")
     # Not from here: a torch.py that lies in this folder would be taken for the real one.
-    command = [sys.executable, "-m", _MODULE, *words]
+    command = [sys.executable, *process_words("export", *words)]
     environment = _from_anywhere(process_environ())
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=environment) as child:
         try:
@@ -185,7 +184,7 @@ def _need(package: str) -> None:
         raise UnsupportedError(
             f"export needs {package}, which {sys.executable} does not have",
             next_step="Use the Python that the run trains with: its slurm-forge, or "
-            "python -m slurm_forge.cli.main export ….",
+            "python -m slurm_forge export ….",
         )
 
 

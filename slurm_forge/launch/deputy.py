@@ -1,4 +1,4 @@
-"""What rank 0 becomes when the supervisor is gone: ``python -m slurm_forge.launch.deputy RUN``.
+"""What rank 0 becomes when the supervisor is gone: the process ``deputy RUN``.
 
 Slurm ends a job whose batch shell is dead, with the usual seconds between SIGTERM and SIGKILL for
 its steps, and does not start it again (tried on 22.05.8: FAILED, JobLaunchFailure; a requeue from

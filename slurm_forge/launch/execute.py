@@ -1,7 +1,7 @@
 """``slurm-forge exec``: attempt after attempt of a program that knows nothing of us.
 
-In a batch step beside Slurm, or on a machine without it.  ``python -m slurm_forge.launch.execute
-RUN`` is what the script of a job with ``command:`` starts.  Imports no torch.
+In a batch step beside Slurm, or on a machine without it.  The process ``execute RUN`` is what the
+script of a job with ``command:`` starts.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(words) != 1:
             raise ForgeError(
                 f"expected one run directory, got {words}",
-                next_step="python -m slurm_forge.launch.execute RUN [-- COMMAND…]",
+                next_step="python -m slurm_forge.process execute RUN [-- COMMAND…]",
             )
         run = RunDirectory.existing(words[0])
         with telling_why_not_started(run, os.environ):

@@ -1,4 +1,4 @@
-"""``python -m slurm_forge.launch.live_job FOLDER``: the batch step of ``doctor --live``.
+"""The process ``live_job FOLDER``: the batch step of ``doctor --live``.
 
 Starts listeners in every way a rank may sit below Slurm, has signals sent to them, looks at the
 nodes, and writes what was seen into the folder.  Signals are real: Slurm sends them, its warning
@@ -32,6 +32,7 @@ from slurm_forge.launch.live_rounds import Ended, sightings
 from slurm_forge.launch.live_steps import LiveStep, payload_of, srun_words
 from slurm_forge.launch.sentinel_step import sentinel_environment
 from slurm_forge.lock import exclusive
+from slurm_forge.process import process_words
 from slurm_forge.recovery.live_seen import JobSeen, NodeSeen, Round, RoundKind, Sighting, Way
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import SubprocessSlurm
@@ -289,10 +290,7 @@ class _Job:
         with Door(self._nonce) as door:
             payload = (
                 sys.executable,
-                "-m",
-                "slurm_forge.launch.live_node",
-                str(self._folder),
-                door.addresses,
+                *process_words("live_node", str(self._folder), door.addresses),
             )
             names = ",".join(n for n in self._here.nodes if n != self._here.node_name)
             command = srun_words(payload, nodes=others, on=names, options=self._given.srun_option)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.launch.script import options
+from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
@@ -53,7 +54,7 @@ def live_script(
         asked.append(warning)
     facts = site.facts(job.resources.partition, job.resources.qos)
     modules = tuple(dict.fromkeys((*site.modules, *facts.modules)))
-    command = [python, "-u", "-m", "slurm_forge.launch.live_job", str(folder)]
+    command = [python, "-u", *process_words("live_job", str(folder))]
     command += [f"--warned={warned}"] if warns else ["--quick"]
     command += ["--torch"] if torch else []
     command += ["--requeue"] if requeue else []

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from slurm_forge.control.live_words import Told, hear
 from slurm_forge.launch.live_rounds import Ended
+from slurm_forge.process import process_words
 from slurm_forge.recovery.live_seen import Way
 
 __all__ = ["LiveStep", "payload_of", "srun_words"]
 
 _TAIL_LINES = 8
-#: In the first launch of a step everything is read from a file system that may be slow.
-_MODULE = "slurm_forge.training.live_rank"
 
 
 def payload_of(way: Way, python: str) -> tuple[str, ...]:
     """The command of one task that listens in this way."""
-    rank = (python, "-u", "-m", _MODULE, way.value)
+    listener = process_words("live_rank", way.value)
+    rank = (python, "-u", *listener)
     match way:
         case Way.TASK:
             return (*rank, "--workers", Way.WORKER.value, Way.WORKER_PLAIN.value)
@@ -36,8 +36,7 @@ def payload_of(way: Way, python: str) -> tuple[str, ...]:
             return ("bash", "-c", f"{shlex.join(rank)}; exit $?")
         case Way.TORCHRUN:
             options = ("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-            module = ("-m", _MODULE, way.value)
-            return (python, "-m", "torch.distributed.run", *options, *module)
+            return (python, "-m", "torch.distributed.run", *options, *listener)
         case _:
             raise ValueError(f"{way.value} is no step of its own")
 

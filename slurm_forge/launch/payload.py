@@ -12,15 +12,14 @@ from pathlib import PurePath
 
 from slurm_forge.launch.containers import inside, step_options
 from slurm_forge.launch.convention import forwarding
+from slurm_forge.process import old_process_words, process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
 
-__all__ = ["SHIELD", "Step", "has_shield", "payload", "step_of"]
+__all__ = ["Step", "has_shield", "payload", "step_of"]
 
-SHIELD = "slurm_forge.launch.shield"
-_WORKER = "slurm_forge.training.worker"
 _TORCHRUN = "torch.distributed.run"
 #: The shield fills in what is another on each node.  Whether and where ranks are started again is
 #: not torchrun's to decide.
@@ -56,7 +55,10 @@ def step_of(words: Sequence[str], options: Sequence[str]) -> Step:
 
 def has_shield(words: Sequence[str]) -> bool:
     """Whether a shield in front tells of signals."""
-    return any(word == SHIELD and words[at - 1] == "-m" for at, word in enumerate(words))
+    shields = (process_words("shield"), old_process_words("shield"))
+    return any(
+        tuple(words[at : at + len(each)]) == each for at in range(len(words)) for each in shields
+    )
 
 
 def payload(file: RunFile, site: Site, run: RunDirectory) -> tuple[tuple[str, ...], ...]:
@@ -68,9 +70,9 @@ def payload(file: RunFile, site: Site, run: RunDirectory) -> tuple[tuple[str, ..
         return tuple(line for line in (around, job.command) if line)
     python = file.python if container is None else container.python
     if job.command is None:
-        program: tuple[str, ...] = (python, "-u", "-m", _WORKER, str(run.path))
-        if template is Template.TORCHRUN:
-            program = ("-m", _WORKER, str(run.path))
+        program: tuple[str, ...] = process_words("worker", str(run.path))
+        if template is not Template.TORCHRUN:
+            program = (python, "-u", *program)
     else:
         program = job.command
         if template is Template.TORCHRUN:
@@ -82,7 +84,7 @@ def payload(file: RunFile, site: Site, run: RunDirectory) -> tuple[tuple[str, ..
     if torchrun or around:
         # Outside of a container, but for one that srun itself has put the task into.
         own = file.python if around or container is None else container.python
-        lines.append((own, "-m", SHIELD, *_passes(file), "--"))
+        lines.append((own, *process_words("shield", *_passes(file)), "--"))
     lines.append(around)
     if torchrun:
         lines.append((python, "-m", _TORCHRUN, f"--nproc-per-node={job.resources.tasks_per_node}"))

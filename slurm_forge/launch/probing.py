@@ -21,6 +21,7 @@ from slurm_forge.control.preflight_words import NodeReport
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.preflight import PreflightJudge
+from slurm_forge.process import process_words
 from slurm_forge.recovery.isolation import Isolated
 from slurm_forge.recovery.preflight import Refusal
 
@@ -62,8 +63,7 @@ class Looked:
 def node_words(folder: Path, within: timedelta, *more: str) -> tuple[str, ...]:
     """The command of one process of ours."""
     seconds = f"--within={within.total_seconds():g}"
-    module = "slurm_forge.training.preflight_node"
-    return (sys.executable, "-u", "-m", module, str(folder), seconds, *more)
+    return (sys.executable, "-u", *process_words("preflight_node", str(folder), seconds, *more))
 
 
 def srun_words(payload: Sequence[str], nodes: int, options: Sequence[str]) -> tuple[str, ...]:

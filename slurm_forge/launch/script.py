@@ -19,6 +19,7 @@ from slurm_forge.launch.payload import payload
 from slurm_forge.launch.saves_seen import lead_option, seen_of_run
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.torchrun import by_torchrun, per_node
+from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
@@ -31,7 +32,6 @@ from slurm_forge.spec.run_file import RunFile
 from slurm_forge.units import format_memory, format_slurm_duration
 
 __all__ = [
-    "BATCH_START",
     "asked_options",
     "guard_lines",
     "leave_out",
@@ -44,8 +44,6 @@ __all__ = [
     "template_name",
 ]
 
-#: The module that the script executes, with the supervisor's as its first argument.
-BATCH_START = "slurm_forge.launch.batch_start"
 _ARRAY = "array.sbatch"
 _STARTING = "starting.bash"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
@@ -201,9 +199,8 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
     started = "supervise" if file.job.command is None else "execute"
     started_by = template_name(file.job, site)
     via = "sbatch" if file.job.chain is None else VIA_ARRAY
-    module = f"slurm_forge.launch.{started}"
-    own = (file.python, "-m", BATCH_START, module, str(run.path), "--via", via)
-    lines = ((*own, "--"), *payload(file, site, run))
+    own = (file.python, *process_words(started, str(run.path), "--via", via, "--"))
+    lines = (own, *payload(file, site, run))
     return (
         _templates()
         .get_template(started_by if file.job.chain is None else _ARRAY)
@@ -268,8 +265,8 @@ def guard_lines(submissions: str) -> str:
 def start_lines(interpreter: str, command: str, *, again: bool, teardown: bool) -> str:
     """Check the ``interpreter``, then become ``command``; both are shell text.
 
-    ``again``: the command is ``BATCH_START``'s, which begins the script again where it can't import
-    the supervisor; else that is imported by the check, too.  With ``teardown`` the shell stays, for
+    ``again``: the command begins the script again where it can't import the supervisor; else that
+    is imported by the check, too.  With ``teardown`` the shell stays, for
     the commands that follow.
     """
     return _part("start", interpreter, command, again, teardown)

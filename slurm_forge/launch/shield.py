@@ -1,4 +1,4 @@
-"""What stands between Slurm and a launcher: ``python -m slurm_forge.launch.shield … -- COMMAND``.
+"""What stands between Slurm and a launcher: the process ``shield … -- COMMAND``.
 
 By default Slurm signals the direct children of slurmstepd and nobody else, and what is started
 there (torchrun, a container) does with a signal what it likes: torchrun ends its ranks 30 seconds
@@ -291,7 +291,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[frozenset[str], tuple[str, ...]]:
     if wrong or not words or not passes <= known:
         raise ForgeError(
             f"the shield was started with {list(arguments)}",
-            next_step="python -m slurm_forge.launch.shield [--pass=SIGTERM,SIGUSR1] -- COMMAND…",
+            next_step="python -m slurm_forge.process shield [--pass=SIGTERM,SIGUSR1] -- COMMAND…",
         )
     return frozenset(passes), words
 

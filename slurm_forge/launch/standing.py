@@ -18,6 +18,7 @@ from slurm_forge.launch.agents_launch import AgentsLaunch
 from slurm_forge.launch.payload import has_shield
 from slurm_forge.launch.seen import Launched
 from slurm_forge.launch.steps import StepProcess, srun_command
+from slurm_forge.process import old_process_words, process_words
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.warmth import Start
 from slurm_forge.site.variables import reaches_forks
@@ -26,8 +27,6 @@ __all__ = ["StandingStep", "StepOptions", "with_agent"]
 
 #: After Leave, or after the last words, srun returns a moment later.
 _SRUN_RETURNS_S = 5.0
-_AGENT = "slurm_forge.training.agent"
-_WORKER = "slurm_forge.training.worker"
 #: Modules that an agent can run in a worker that it has forked, beside our own worker.
 _KNOWN_MODULES = frozenset({"submitit.core._submit"})
 
@@ -75,10 +74,13 @@ def with_agent(payload: Sequence[str], run: str) -> tuple[str, ...] | None:
         python = next((word for word in reversed(words[:at]) if not word.startswith("-")), "")
         if not PurePath(python).name.startswith("python"):
             continue
-        if module == _WORKER and arguments == [run]:
-            return (*words[:at], "-m", _AGENT, run)
+        # A script of an earlier version may start the ranks of that version, in a container of it.
+        for words_of in (process_words, old_process_words):
+            if tuple(words[at:]) == words_of("worker", run):
+                return (*words[:at], *words_of("agent", run))
         if module in _KNOWN_MODULES:
-            return (*words[:at], "-m", _AGENT, run, "--", "-m", module, *arguments)
+            agent = process_words("agent", run)
+            return (*words[:at], *agent, "--", "-m", module, *arguments)
     return None
 
 

@@ -46,6 +46,9 @@ class ForgeJob:
         run: The run directory, which ``slurm-forge render`` has made.
     """
 
+    #: Pickles outlive the place of this module: they name the public one.
+    __module__ = "slurm_forge"
+
     run: str
 
     def __call__(self) -> str:

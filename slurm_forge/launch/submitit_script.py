@@ -13,7 +13,6 @@ from submitit.core import utils
 
 from slurm_forge.errors import ConfigError, SubmissionError
 from slurm_forge.launch.script import (
-    BATCH_START,
     guard_lines,
     refuse_several_jobs,
     start_lines,
@@ -21,6 +20,7 @@ from slurm_forge.launch.script import (
 )
 from slurm_forge.launch.setup_lines import refuse_traps
 from slurm_forge.launch.timing import WARNED_FROM
+from slurm_forge.process import process_words
 from slurm_forge.units import parse_slurm_duration
 
 __all__ = ["Array", "Successor", "batch_script", "directives"]
@@ -106,8 +106,7 @@ def batch_script(
     teardown = bool(parameters.get("teardown"))
     # Out of a container, or below a shell that stays, the script can't be begun again.
     again = not teardown and len(shlex.split(python)) == 1
-    module = [*([BATCH_START] if again else []), "slurm_forge.launch.supervise"]
-    supervise = ["-m", *module, *which, "--via", "submitit forge", "--"]
+    supervise = process_words("supervise", *which, "--via", "submitit forge", "--")
     # The payload is submitit's own: it loads the pickle, calls the pointer, stores the result.
     task = f"{python} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     command = " ".join([python, shlex.join([*supervise, *step]), task])

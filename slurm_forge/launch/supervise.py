@@ -1,4 +1,4 @@
-"""The supervisor in the batch step: ``python -m slurm_forge.launch.supervise RUN -- PAYLOAD…``.
+"""The supervisor in the batch step: the process ``supervise RUN -- PAYLOAD…``.
 
 Starts every launch with srun, outlives every rank, and after the last one brings the run back or
 lets it rest.  It is what the batch script ``exec``s, so signals for the batch step reach it and
@@ -49,6 +49,7 @@ from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.launch.variables import for_launch
 from slurm_forge.launch.way_back import way_back
 from slurm_forge.launch.which_run import run_of_arguments
+from slurm_forge.process import process_words
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.seats import Seats
 from slurm_forge.recovery.slurm_says import is_ending
@@ -395,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     next_step="Use slurm-forge submit; without Slurm, slurm-forge run.",
                 )
             if not payload:
-                payload = [sys.executable, "-u", "-m", "slurm_forge.training.worker", str(run.path)]
+                payload = [sys.executable, "-u", *process_words("worker", str(run.path))]
             return supervise(
                 run,
                 payload,

@@ -1,4 +1,4 @@
-"""The standing agent of a rank: ``python -m slurm_forge.training.agent RUN [-- -m MODULE …]``.
+"""The standing agent of a rank: the process ``agent RUN [-- -m MODULE …]``.
 
 The direct child of slurmstepd.  It imports what a rank needs, once, and forks the worker of each
 launch, so that a relaunch costs neither an srun nor an interpreter nor an import.  It records the

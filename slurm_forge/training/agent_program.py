@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.process import process_words
 from slurm_forge.training.parking import ParkingPlace
 
 __all__ = ["Program", "program_of"]
@@ -26,7 +27,7 @@ class Program:
         """The same as a command, for a process of its own."""
         if self.module:
             return (sys.executable, "-u", "-m", self.module, *self.arguments)
-        return (sys.executable, "-u", "-m", "slurm_forge.training.worker", self.run)
+        return (sys.executable, "-u", *process_words("worker", self.run))
 
     def go(self, parking: ParkingPlace) -> None:
         """Run it in this process; ours never returns, and only ours can go on in it."""
@@ -48,5 +49,5 @@ def program_of(arguments: Sequence[str]) -> Program:
         return Program(run, rest[2], tuple(rest[3:]))
     raise ForgeError(
         f"the agent was started with {list(arguments)}",
-        next_step="python -m slurm_forge.training.agent RUN [-- -m MODULE …]",
+        next_step="python -m slurm_forge.process agent RUN [-- -m MODULE …]",
     )

@@ -11,6 +11,7 @@ from signal import SIG_BLOCK, pthread_sigmask
 from typing import NoReturn
 
 from slurm_forge.control import HUB_GONE
+from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LAUNCH_BEGINS
 from slurm_forge.signals import SAVE_SIGNALS
@@ -56,7 +57,7 @@ class Leaving:
         What this thread has blocked stays blocked behind the exec: Slurm's SIGTERM is on its way.
         """
         pthread_sigmask(SIG_BLOCK, SAVE_SIGNALS)
-        deputy = [sys.executable, "-m", "slurm_forge.launch.deputy", str(self.run.path)]
+        deputy = [sys.executable, *process_words("deputy", str(self.run.path))]
         if self.rank != 0:
             deputy.append("--second")
         os.execv(deputy[0], deputy)  # noqa: S606  our own interpreter, no shell

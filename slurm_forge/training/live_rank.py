@@ -1,8 +1,8 @@
 """Stands where a rank would, does nothing, and tells of signals: for ``doctor --live``.
 
-``python -m slurm_forge.training.live_rank WAY [--plain] [--workers WAY WAY]``.  It has a rank's own
-handlers, or with ``--plain`` none; its workers are forked as a data loader forks them, the first
-one shielded, the second as torch leaves it.  It ends when its input does.  No torch.
+The process ``live_rank WAY [--plain] [--workers WAY WAY]``.  It has a rank's own handlers, or with
+``--plain`` none; its workers are forked as a data loader forks them, the first one shielded, the
+second as torch leaves it.  It ends when its input does.  No torch.
 """
 
 from __future__ import annotations

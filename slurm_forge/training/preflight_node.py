@@ -1,4 +1,4 @@
-"""A node's part in ``slurm-forge probe``: ``python -m slurm_forge.training.preflight_node FOLDER``.
+"""A node's part in ``slurm-forge probe``: the process ``preflight_node FOLDER``.
 
 As the rank of a run it looks at its node and takes part in collectives, and then it is through.
 ``--busy``: somebody trains there.  ``--place I/N`` says who it is, where no Slurm does.

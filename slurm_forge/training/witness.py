@@ -1,7 +1,7 @@
 """A rank's witness: a process beside the worker that tells the hub whether it gets anywhere.
 
-``python -m slurm_forge.training.witness RUN``, started by the worker (``witnessed``).  It needs no
-lock of the worker's interpreter and no torch, and ends with the worker or with the launch.
+The process ``witness RUN …``, started by the worker (``witnessed``).  It needs no lock of the
+worker's interpreter and no torch, and ends with the worker or with the launch.
 
 ``Witness`` itself is a participant in somebody's loop: descriptors to wait for, and a tick.
 """

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control.clock_page import ProgressClock, new_page
+from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import process_environ
 from slurm_forge.training.flight_recorder import prepare
@@ -69,7 +70,7 @@ class Witnessed:
         ]
         with contextlib.suppress(OSError), _signals_held_back():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "slurm_forge.training.witness", *words],
+                [sys.executable, *process_words("witness", *words)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=kept,

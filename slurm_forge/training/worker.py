@@ -1,6 +1,6 @@
 """One rank: meet the others, run the user's function, say the last words.
 
-Reached by name only (``python -m slurm_forge.training.worker RUN``), and through
+Reached by name only (the process ``worker RUN``), and through
 ``slurm_forge.launch.submitit_job`` inside a submitit task.  Imports no torch before the signal
 handlers are in place: a notice that comes during the imports is a notice, not the end.
 """
@@ -204,7 +204,7 @@ def _stay(reason: str) -> None:
 
 
 def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> NoReturn:
-    """Entry point of ``python -m slurm_forge.training.worker RUN``, and of a forked worker.
+    """Entry point of the process ``worker RUN``, and of a forked worker.
 
     ``parking`` is where it may wait for another launch.
     """

@@ -360,7 +360,11 @@ def children_of(pid: int) -> tuple[int, ...]:
 
 def loader_workers_of(pid: int) -> tuple[int, ...]:
     """Living children that were forked for data: not the witness."""
-    return tuple(child for child in children_of(pid) if b"training.witness" not in argv_of(child))
+    return tuple(
+        child
+        for child in children_of(pid)
+        if b"slurm_forge.process\0witness\0" not in argv_of(child)
+    )
 
 
 def argv_of(pid: int) -> bytes:

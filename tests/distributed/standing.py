@@ -99,7 +99,14 @@ class Job:
         """Start one more; how it was started."""
         start = start or self._next
         options = StepOptions(
-            payload=(sys.executable, "-u", "-m", "slurm_forge.training.worker", str(self.run.path)),
+            payload=(
+                sys.executable,
+                "-u",
+                "-m",
+                "slurm_forge.process",
+                "worker",
+                str(self.run.path),
+            ),
             options=(),
             tasks=None,
         )

@@ -257,8 +257,7 @@ class Case:
         """What the supervisor is to be given."""
         started = "supervise" if self.file.job.command is None else "execute"
         via = "sbatch" if self.file.job.chain is None else "sbatch array"
-        own = ("-m", "slurm_forge.launch.batch_start", f"slurm_forge.launch.{started}")
-        own += (str(self.run.path), "--via", via, "--")
+        own = ("-m", "slurm_forge.process", started, str(self.run.path), "--via", via, "--")
         return (*own, *(word for line in payload(self.file, self.site, self.run) for word in line))
 
 

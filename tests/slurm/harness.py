@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def worker_of(agent: int) -> int:
     """The process that trains below the agent of a rank; without an agent the task itself."""
     words = Path(f"/proc/{agent}/cmdline").read_bytes().split(b"\0")
-    if b"slurm_forge.training.agent" not in words:
+    if b"slurm_forge.process" not in words or b"agent" not in words:
         return agent
     (worker,) = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
     return worker

@@ -23,7 +23,7 @@ def supervisors(run: Path) -> list[int]:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            if "slurm_forge.launch.supervise" in words and str(run) in words:
+            if "slurm_forge.process" in words and "supervise" in words and str(run) in words:
                 found.append(int(entry.name))
     return found
 

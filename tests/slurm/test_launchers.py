@@ -19,7 +19,7 @@ from tests.slurm.harness import Watched, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
-SHIELD, WORKER = "slurm_forge.launch.shield", "slurm_forge.training.worker"
+SHIELD, WORKER, AGENT = (["slurm_forge.process", name] for name in ("shield", "worker", "agent"))
 STAND_IN = Path(__file__).resolve().with_name("apptainer.py")
 STEPS = 120
 PACE = {"steps": STEPS, "pace": 0.05}
@@ -48,6 +48,10 @@ def words_of(pid: int) -> list[str]:
         return []
 
 
+def has(name: list[str], words: list[str]) -> bool:
+    return any(words[at : at + len(name)] == name for at in range(len(words)))
+
+
 def children(pid: int) -> list[int]:
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -63,8 +67,8 @@ def ranks_of(slurm: SlurmCluster, watched: Watched) -> dict[int, tuple[int, list
         found.clear()
         for task, shield in slurm.tasks(watched.job).items():
             for below in children(shield.pid):
-                ranks = [each for each in children(below) if WORKER in words_of(each)]
-                if SHIELD in words_of(shield.pid) and "torch.distributed.run" in words_of(below):
+                ranks = [each for each in children(below) if has(WORKER, words_of(each))]
+                if has(SHIELD, words_of(shield.pid)) and "torch.distributed.run" in words_of(below):
                     found[task] = (below, ranks)
         return [len(ranks) for _, ranks in found.values()] == [2, 2]
 
@@ -78,7 +82,7 @@ def left_of(watched: Watched) -> list[list[str]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             words = words_of(int(entry.name))
-            if str(watched.run.path) in words and WORKER in words:
+            if str(watched.run.path) in words and has(WORKER, words):
                 found.append(words)
     return found
 
@@ -190,7 +194,7 @@ def test_preempted_in_a_container_loses_nothing(slurm: SlurmCluster, tmp_path: P
     )  # fmt: skip
     watched.wait_step(20)
     for task in slurm.tasks(watched.job).values():
-        assert SHIELD in words_of(task.pid)
+        assert has(SHIELD, words_of(task.pid))
     # An agent inside of the container: a killed rank comes back without another srun.
     agents = agents_below(slurm, watched)
     os.kill(children(agents[1])[0], signal.SIGKILL)
@@ -213,6 +217,6 @@ def agents_below(slurm: SlurmCluster, watched: Watched) -> dict[int, int]:
     for task, shield in slurm.tasks(watched.job).items():
         (outside,) = children(shield.pid)
         (agent,) = children(outside)
-        assert "slurm_forge.training.agent" in words_of(agent), words_of(agent)
+        assert has(AGENT, words_of(agent)), words_of(agent)
         found[task] = agent
     return found

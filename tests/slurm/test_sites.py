@@ -81,7 +81,7 @@ def test_a_run_that_must_not_requeue_itself_waits_for_a_person(
 
 
 #: Sizes that the cluster of the tests can be; on 16 nodes the scripts differ in that number alone
-#: (tests/unit/site/golden).
+#: (tests/golden/files).
 SIZES = (1, 2)
 #: What of a site can't be made up on the cluster of the tests, and why.
 LEFT_OUT: dict[str, str] = {}

@@ -91,7 +91,7 @@ def test_a_command_is_started_as_one(shell: Shell, slurm: PretendSlurm, verb: st
     result = shell(verb, "train.yaml")
     assert result.exit_code == 0, result.stderr
     script = (shell.folder / "runs" / "x" / "submissions" / "job.sbatch").read_text()
-    assert "-m slurm_forge.launch.batch_start slurm_forge.launch.execute" in script
+    assert "-m slurm_forge.process execute" in script
     assert "    python '$(touch x).py'\n" in script, "a word of the shell, and nothing else"
 
 

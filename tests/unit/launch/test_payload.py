@@ -8,7 +8,7 @@ import pytest
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.launch.containers import into_container
-from slurm_forge.launch.payload import SHIELD, has_shield, payload, step_of
+from slurm_forge.launch.payload import has_shield, payload, step_of
 from slurm_forge.launch.script import asked_options, render, template_name
 from slurm_forge.launch.standing import with_agent
 from slurm_forge.run_directory import RunDirectory
@@ -21,7 +21,8 @@ from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 RUN = RunDirectory(Path("/runs/tiny"))
 SITE = Site(name="generic")
 PYTHON = "/opt/py/bin/python"
-WORKER = ("-u", "-m", "slurm_forge.training.worker", "/runs/tiny")
+SHIELD = ("-m", "slurm_forge.process", "shield")
+WORKER = ("-u", "-m", "slurm_forge.process", "worker", "/runs/tiny")
 SRUN = ("srun", "--kill-on-bad-exit=1", "--unbuffered")
 MEETING = (
     "--nnodes={nnodes}", "--node-rank={node_rank}", "--master-addr={master_addr}",
@@ -48,7 +49,7 @@ def test_an_entry_is_started_by_srun_or_by_torchrun_below_the_shield() -> None:
     assert words(template="srun") == words()
     assert words(template="torchrun") == [
         SRUN,
-        (PYTHON, "-m", SHIELD, "--"),
+        (PYTHON, *SHIELD, "--"),
         (PYTHON, *TORCHRUN),
         MEETING,
         WORKER[1:],
@@ -91,12 +92,12 @@ def test_a_container_outside_of_srun_stands_below_the_shield() -> None:
     )  # fmt: skip
     more = {"mounts": ["/data:/d:ro"], "options": ["--cleanenv"], "python": "/env/bin/python3"}
     found = words(container={**IMAGE, **more})
-    assert found == [SRUN, (PYTHON, "-m", SHIELD, "--"), inside, ("/env/bin/python3", *WORKER)]
+    assert found == [SRUN, (PYTHON, *SHIELD, "--"), inside, ("/env/bin/python3", *WORKER)]
     flat = [word for line in found[1:] for word in line]
     assert has_shield(flat)
     agent = with_agent(flat, "/runs/tiny")
     assert agent is not None
-    assert agent[-3:] == ("-m", "slurm_forge.training.agent", "/runs/tiny")
+    assert agent[-4:] == ("-m", "slurm_forge.process", "agent", "/runs/tiny")
     both = words(container=IMAGE, template="torchrun")
     assert both[3:] == [("python3", *TORCHRUN), MEETING, WORKER[1:]]
     assert with_agent([word for line in both for word in line], "/runs/tiny") is None
@@ -111,7 +112,7 @@ def test_pyxis_is_options_of_srun_and_its_task_is_ours() -> None:
     spec["options"] = ["--container-writable"]
     assert words(container=spec) == [SRUN, options, ("python3", *WORKER)]
     # The shield is inside, too: srun has put the whole task there.
-    assert words(container=spec, template="torchrun")[2] == ("python3", "-m", SHIELD, "--")
+    assert words(container=spec, template="torchrun")[2] == ("python3", *SHIELD, "--")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_pyxis_is_options_of_srun_and_its_task_is_ours() -> None:
 )
 def test_a_command_below_torchrun(command: list[str], line: list[tuple[str, ...]]) -> None:
     found = words(command=command, template="torchrun")
-    assert found == [SRUN, (PYTHON, "-m", SHIELD, "--pass=SIGTERM", "--"), *line]
+    assert found == [SRUN, (PYTHON, *SHIELD, "--pass=SIGTERM", "--"), *line]
 
 
 def test_a_command_without_a_template_is_started_as_it_is() -> None:
@@ -140,7 +141,7 @@ def test_a_command_without_a_template_is_started_as_it_is() -> None:
     told = words(
         command=["./train.sh"], container=IMAGE, template="srun", program={"notify": "USR1"}
     )
-    assert told[1] == (PYTHON, "-m", SHIELD, "--pass=SIGUSR1", "--")
+    assert told[1] == (PYTHON, *SHIELD, "--pass=SIGUSR1", "--")
 
 
 def test_what_a_site_says_of_its_containers_is_used() -> None:

@@ -83,10 +83,10 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     assert '[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN' in lines
     assert "module load cuda" in lines
     assert lines[-4:] == [
-        "exec /opt/py/bin/python -m slurm_forge.launch.batch_start slurm_forge.launch.supervise "
+        "exec /opt/py/bin/python -m slurm_forge.process supervise "
         "/data/runs/tiny --via sbatch -- \\",
         "    srun --kill-on-bad-exit=1 --unbuffered \\",
-        "    /opt/py/bin/python -u -m slurm_forge.training.worker /data/runs/tiny",
+        "    /opt/py/bin/python -u -m slurm_forge.process worker /data/runs/tiny",
         'not_started "the supervisor can not be executed (status $?)"',
     ]
 
@@ -127,10 +127,10 @@ def test_a_weird_run_directory_reaches_the_supervisor_as_it_is(tmp_path: Path) -
     python = interpreter(tmp_path, "py thon'$(touch canary)")
     words = runs_as(render(file_of(python=str(python)), SITE, RUN), tmp_path)
     assert words == [
-        *("-m", "slurm_forge.launch.batch_start", "slurm_forge.launch.supervise"),
+        *("-m", "slurm_forge.process", "supervise"),
         *(str(RUN.path), "--via", "sbatch", "--"),
         *("srun", "--kill-on-bad-exit=1", "--unbuffered"),
-        *(str(python), "-u", "-m", "slurm_forge.training.worker", str(RUN.path)),
+        *(str(python), "-u", "-m", "slurm_forge.process", "worker", str(RUN.path)),
     ]
     assert not (tmp_path / "canary").exists()
 

@@ -56,7 +56,7 @@ def shield(
     """The shield over a Python program, which sees ``folder`` and notes who and what it is."""
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "slurm_forge.launch.shield", *options, "--",
+            sys.executable, "-m", "slurm_forge.process", "shield", *options, "--",
             sys.executable, "-c", _head(folder) + textwrap.dedent(program),
         ],
         env={**os.environ, **(environ or {})},
@@ -98,7 +98,7 @@ def test_it_ends_as_the_command_does(program: str, status: int, tmp_path: Path) 
 
 def test_what_can_not_be_started_is_said() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "slurm_forge.launch.shield", "--", "/no/such/program"],
+        [sys.executable, "-m", "slurm_forge.process", "shield", "--", "/no/such/program"],
         capture_output=True, text=True, timeout=WITHIN_S, check=False,
     )  # fmt: skip
     assert done.returncode == 127

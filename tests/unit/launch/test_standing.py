@@ -41,12 +41,15 @@ WITHIN_S = 20.0
 
 
 def test_our_worker_and_submitits_are_forked_and_nothing_else_is() -> None:
-    ours = ["/v/bin/python3.11", "-u", "-m", "slurm_forge.training.worker", "/runs/x"]
-    assert with_agent(ours, "/runs/x") == (*ours[:3], "slurm_forge.training.agent", "/runs/x")
+    ours = ["/v/bin/python3.11", "-u", "-m", "slurm_forge.process", "worker", "/runs/x"]
+    assert with_agent(ours, "/runs/x") == (*ours[:4], "agent", "/runs/x")
     assert with_agent(ours, "/runs/other") is None
+    # As scripts of earlier versions have it, which may start an image of the same version.
+    ours = ["python3", "-u", "-m", "slurm_forge.training.worker", "/runs/x"]
+    assert with_agent(ours, "/runs/x") == (*ours[:3], "slurm_forge.training.agent", "/runs/x")
     submitit = ["--output", "/l/%j_%t.out", "python", "-u", "-m", "submitit.core._submit", "/l"]
     assert with_agent(submitit, "/runs/x") == (
-        *submitit[:4], "-m", "slurm_forge.training.agent", "/runs/x", "--", *submitit[4:]
+        *submitit[:4], "-m", "slurm_forge.process", "agent", "/runs/x", "--", *submitit[4:]
     )  # fmt: skip
     for payload in (
         ["./train.sh"],

@@ -120,8 +120,8 @@ def test_a_whole_environment_becomes_the_supervisor(node: Node) -> None:
     done = node.execute(node.script(node.python(WHOLE)))
     assert (done.returncode, done.stderr) == (0, "")
     words = done.stdout.split("\0")[:-1]
-    assert words[:3] == ["started", "-m", "slurm_forge.launch.batch_start"]
-    assert words[3:5] == ["slurm_forge.launch.supervise", str(node.run.path)]
+    assert words[:4] == ["started", "-m", "slurm_forge.process", "supervise"]
+    assert words[4] == str(node.run.path)
     assert node.asked == []
     assert not node.has_notes
 
@@ -172,11 +172,10 @@ def test_imports_that_come_to_no_end_are_told_by_the_script_begun_again(tmp_path
     script.write_text('printf %s "$forge_not_started"\n')
     (tmp_path / "blocked.py").write_text("import threading\nthreading.Event().wait()\n")
     lines = [
-        "import sys",
-        "from slurm_forge.launch import batch_start",
-        "batch_start._IMPORT_WITHIN_S = 0.1",
-        "sys.argv = ['batch_start', 'blocked']",
-        "batch_start.main()",
+        "from slurm_forge import process",
+        "process._IMPORT_WITHIN_S = 0.1",
+        "process.MODULES['blocked'] = 'blocked'",
+        "process.main(['blocked'])",
     ]
     root = str(Path(slurm_forge.__file__).parents[1])
     told = subprocess.check_output(
@@ -195,9 +194,9 @@ def test_imports_that_come_to_no_end_are_told_by_the_script_begun_again(tmp_path
 def test_the_supervisor_is_imported_once_per_start(node: Node) -> None:
     """Its imports are most of a second of every start; the check has none of them."""
     script = node.script(node.python(WHOLE)).read_text()
-    assert "'import slurm_forge.launch.batch_start'" in script
-    assert "'import slurm_forge.launch.supervise'" not in script
-    lines = "import sys, slurm_forge.launch.batch_start\nprint('pydantic' in sys.modules)"
+    assert "-c 'import slurm_forge.process' " in script
+    assert "--try" not in script
+    lines = "import sys, slurm_forge.process\nprint('pydantic' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", lines], text=True) == "False\n"
 
 

@@ -47,7 +47,7 @@ def options(script: str) -> dict[str, str]:
 
 def started(script: str) -> str:
     """The line that starts the supervisor."""
-    (line,) = (line for line in script.splitlines() if " slurm_forge.launch.supervise " in line)
+    (line,) = (line for line in script.splitlines() if " slurm_forge.process supervise " in line)
     return line
 
 
@@ -108,8 +108,7 @@ module load cuda
 # command
 export SUBMITIT_EXECUTOR=slurm
 CHECK
-exec {python} -m slurm_forge.launch.batch_start slurm_forge.launch.supervise {run.path} \
---via 'submitit forge' -- \
+exec {python} -m slurm_forge.process supervise {run.path} --via 'submitit forge' -- \
 --open-mode=append --output {logs}/%j_%t_log.out --error {logs}/%j_%t_log.err --cpu-bind=none \
 {python} -u -m submitit.core._submit {logs}
 not_started "the supervisor can not be executed (status $?)"
@@ -146,7 +145,7 @@ def test_paths_are_quoted_for_sbatch_and_for_the_shell(tmp_path, submitted, name
     script = checked((submitted / "0").read_text())
     assert options(script)["output"] == f"{folder}/logs/%j_0_log.out"
     words = command(script)
-    assert words[words.index("slurm_forge.launch.supervise") + 1] == str(run.path)
+    assert words[words.index("supervise") + 1] == str(run.path)
     assert words[words.index("--output") + 1] == f"{folder}/logs/%j_%t_log.out"
     assert words[-1] == f"{folder}/logs"
     # The shell agrees: what it would run is this list of words and nothing else.
@@ -167,7 +166,7 @@ def test_a_teardown_is_run_after_the_supervisor(tmp_path, submitted):
     forge(tmp_path / "logs", slurm_teardown=["rm -rf /scratch/x"]).submit(train)
     lines = checked((submitted / "0").read_text()).splitlines()
     supervisor = next(
-        i for i, line in enumerate(lines) if "-m slurm_forge.launch.supervise" in line
+        i for i, line in enumerate(lines) if " -m slurm_forge.process supervise " in line
     )
     assert not lines[supervisor].startswith("exec"), "the teardown would never come"
     assert lines.index("rm -rf /scratch/x") > supervisor
@@ -178,7 +177,7 @@ def test_setup_and_names_may_hold_anything(tmp_path, submitted):
     forge(tmp_path / "logs", slurm_setup=setup, name="a b/c").submit(train)
     script = checked((submitted / "0").read_text())
     assert setup[0] in script
-    assert script.count(" slurm_forge.launch.supervise ") == 1
+    assert script.count(" slurm_forge.process supervise /") == 1
     assert options(script)["job-name"] == "a b/c"
     (run,) = (tmp_path / "logs" / "runs").iterdir()
     assert re.fullmatch("a-b-c-[0-9a-f]{6}", run.name)
@@ -251,7 +250,7 @@ def test_another_interpreter_starts_supervisor_and_ranks(tmp_path, submitted):
     )
     executor.submit(train)
     line = started((submitted / "0").read_text())
-    assert line.startswith("exec apptainer exec image.sif python -m slurm_forge.launch.supervise ")
+    assert line.startswith("exec apptainer exec image.sif python -m slurm_forge.process supervise ")
     assert " apptainer exec image.sif python -u -m submitit.core._submit " in line
 
 
@@ -282,7 +281,7 @@ def test_a_pickle_is_a_pointer_and_nothing_else(tmp_path, submitted):
     data = job.paths.submitted_pickle.read_bytes()
     assert len(data) < 1000
     names = {arg for op, arg, _ in pickletools.genops(data) if op.name.endswith("UNICODE")}
-    assert {"slurm_forge.launch.submitit_job", "ForgeJob"} <= names
+    assert {"slurm_forge", "ForgeJob"} <= names, "the public name: modules move"
     assert not {name for name in names if isinstance(name, str) and "programs" in name}
 
 
@@ -453,7 +452,7 @@ def test_each_task_of_an_array_has_a_successor_of_its_own(tmp_path, submitted):
         assert "array" not in options(script)
         assert "--array" not in command(script)
         words = command(script)
-        assert words[words.index("slurm_forge.launch.supervise") + 1] == str(run.path)
+        assert words[words.index("supervise") + 1] == str(run.path)
         assert options(script)["output"] == f"{tmp_path}/logs/%j_0_log.out"
         assert f"4000_{number}" in script
         assert "{0..1}" in script

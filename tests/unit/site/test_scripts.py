@@ -14,7 +14,6 @@ from slurm_forge.slurm.directives import read_directives
 from tests.rendered.scripts import Kind, Rendered, all_scripts, site_named
 from tests.rendered.shell import complaints, unreadable, written
 from tests.unit.site.asked import ASKED, NODES
-from tests.unit.site.golden import out_of_date
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -29,12 +28,6 @@ def scripts() -> list[Rendered]:
 def test_each_template_is_among_them() -> None:
     """A new template has to be tried at every site: a row in tests/rendered/scripts.py."""
     assert {kind.value for kind in Kind} == {p.stem for p in template_folder().glob("*.sbatch")}
-
-
-def test_they_are_what_somebody_has_read_and_found_good() -> None:
-    """A new site, rule or template changes files; the message says how they are renewed."""
-    told = out_of_date()
-    assert not told, told
 
 
 def test_bash_and_shellcheck_have_nothing_to_say_against_them(

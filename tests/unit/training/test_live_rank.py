@@ -22,7 +22,7 @@ class Listener:
     """One of them, and what it says."""
 
     def __init__(self, *words: str) -> None:
-        command = [sys.executable, "-u", "-m", "slurm_forge.training.live_rank", *words]
+        command = [sys.executable, "-u", "-m", "slurm_forge.process", "live_rank", *words]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

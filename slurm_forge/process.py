@@ -1,0 +1,130 @@
+"""Every process that slurm_forge starts: ``python -m slurm_forge.process NAME ARGUMENTS…``.
+
+Scripts wait in the queue for weeks, and hold these names; modules may move meanwhile.  A script has
+tried no more than the import of this module: a supervisor's own imports take most of a second of
+every start, and are made once.  Where they fail, or come to no end, the process becomes the script
+again, which tells what is wrong and has the job wait (``not_started`` in
+``sbatch_templates/starting.bash``).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+__all__ = ["MODULES", "main", "old_process_words", "process_words"]
+
+_MODULE = "slurm_forge.process"
+#: What each process is; its ``main`` takes the arguments from ``sys.argv``.  A name stays for good.
+MODULES = {
+    "agent": "slurm_forge.training.agent",
+    "deputy": "slurm_forge.launch.deputy",
+    "execute": "slurm_forge.launch.execute",
+    "export": "slurm_forge.checkpoint.export",
+    "live_job": "slurm_forge.launch.live_job",
+    "live_node": "slurm_forge.launch.live_node",
+    "live_rank": "slurm_forge.training.live_rank",
+    "preflight_node": "slurm_forge.training.preflight_node",
+    "shield": "slurm_forge.launch.shield",
+    "supervise": "slurm_forge.launch.supervise",
+    "witness": "slurm_forge.training.witness",
+    "worker": "slurm_forge.training.worker",
+}
+#: Where they were in the first versions, whose scripts name modules.
+_OLD = {
+    "agent": "slurm_forge.training.agent",
+    "shield": "slurm_forge.launch.shield",
+    "worker": "slurm_forge.training.worker",
+}
+#: In front of a name: import it and end, so that a script can tell what is wrong.
+_TRY = "--try"
+#: As long as the script itself waits for an interpreter.
+_IMPORT_WITHIN_S = 300.0
+#: Set by the script for us, and by us for the script: names that starting.bash knows.
+_SCRIPT = "forge_script"
+_REASON = "forge_not_started"
+_MOST = 4000
+
+
+def process_words(name: str, *arguments: str) -> tuple[str, ...]:
+    """What stands behind the interpreter: ``-m slurm_forge.process NAME ARGUMENTS…``."""
+    if name not in MODULES:
+        raise KeyError(name)
+    return ("-m", _MODULE, name, *arguments)
+
+
+def old_process_words(name: str, *arguments: str) -> tuple[str, ...]:
+    """The same in scripts of earlier versions, which name the module."""
+    return ("-m", _OLD[name], *arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Become the process that is named, with the arguments behind it."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    trying = arguments[:1] == [_TRY]
+    name, *rest = arguments[1:] if trying else arguments or [""]
+    module = _imported(name, os.environ.pop(_SCRIPT, ""))
+    if module is None:
+        return 2
+    if trying:
+        return 0
+    sys.argv = [module.__file__ or name, *rest]
+    return int(module.main() or 0)
+
+
+def _imported(name: str, script: str) -> ModuleType | None:
+    """The module of a process; None, and told, where there is none of that name."""
+    if name not in MODULES:
+        told = _unknown(name)
+        _back_to_script(script, told)
+        sys.stderr.write(f"slurm_forge: {told}\n")
+        return None
+    late = None
+    if script:
+        import threading
+
+        took = f"importing {MODULES[name]} took {_IMPORT_WITHIN_S:.0f} seconds"
+        reason = f"{took}: is a file system down?"
+        late = threading.Timer(_IMPORT_WITHIN_S, _back_to_script, (script, reason))
+        late.daemon = True
+        late.start()
+    gc.disable()  # imports make objects that stay
+    try:
+        module = import_module(MODULES[name])
+    except BaseException:
+        if script:
+            import traceback
+
+            _back_to_script(script, traceback.format_exc())
+        raise
+    finally:
+        if late is not None:
+            late.cancel()
+    gc.freeze()
+    gc.enable()
+    return module
+
+
+def _unknown(name: str) -> str:
+    """In words, with what was probably meant and the next step."""
+    from slurm_forge.documents.hints import did_you_mean
+
+    return (
+        f"no process is called {name!r} {did_you_mean(name, MODULES)}\n"
+        f"  python -m {_MODULE} NAME ARGUMENTS…; a script of a newer version needs that version."
+    )
+
+
+def _back_to_script(script: str, reason: str) -> None:
+    """Returns where there is no script to become."""
+    if script and os.access(script, os.R_OK):
+        os.environ[_REASON] = reason[-_MOST:].replace("\0", "")
+        os.execvp("bash", ["bash", script])  # noqa: S606  as the script itself was found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
