@@ -43,7 +43,7 @@ def test_forwarding(options: dict[str, str], command: str, expected: tuple[str, 
 def test_every_convention_is_documented() -> None:
     from tests.slurm.harness import REPOSITORY
 
-    page = (REPOSITORY / "docs" / "exec.md").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "exec.md").read_text()
     for convention in Convention:
         assert f"| `{convention.value}` |" in page
 
