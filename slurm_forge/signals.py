@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["SAVE_SIGNALS", "STACK_SIGNAL", "UNWIND_SIGNAL", "SignalWatcher"]
+__all__ = ["SAVE_SIGNALS", "STACK_SIGNAL", "UNWIND_SIGNAL", "SignalWatcher", "signal_name"]
 
 #: Real preemption sends SIGTERM; the user signal comes only where the administrator asked for it.
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -23,6 +23,14 @@ SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 #: stacks of all threads written down, the other raises the end of the launch in the main thread.
 STACK_SIGNAL = signal.SIGRTMIN + 11
 UNWIND_SIGNAL = signal.SIGRTMIN + 12
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM``, and ``signal 36`` for one without a name of its own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _recorded(signum: int, frame: FrameType | None) -> None:

@@ -24,6 +24,7 @@ from slurm_forge.journal import (
     read_journal,
 )
 from slurm_forge.journal.codec import NO_LAUNCH, Record
+from slurm_forge.journal.comebacks import FOUND_QUEUED
 from slurm_forge.journal.events import (
     DecisionTaken,
     RequeueDone,
@@ -246,7 +247,7 @@ def reconcile(
             if found is not None:
                 # Taken although the answer was lost; a second one would end the new start.
                 successor = None if found.job_ref == intent.job else found.job_ref
-                done = RequeueDone(job=intent.job, method=_FOUND, successor=successor)
+                done = RequeueDone(job=intent.job, method=FOUND_QUEUED, successor=successor)
                 journal.write(done)
                 text = f"job {found.job_ref} is {found.state.value} already"
                 if successor is None and found.state in PENDING_LIKE:
@@ -359,9 +360,6 @@ def _give(
         journal.write(RequeueFailed(job=job, method="scontrol update", reason=str(error)))
         return f", but Slurm refused what recovery had decided: {' '.join(error.stderr.split())}"
     return f", and now asks for {' '.join(update.assignments())}"
-
-
-_FOUND = "found in the queue"
 
 
 def _came_back(run: RunDirectory, job: str, restarts: int, slurm: Slurm) -> JobRecord | None:

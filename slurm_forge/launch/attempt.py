@@ -51,14 +51,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident, Start
 from slurm_forge.vocabulary.plan import Variable
 
-__all__ = [
-    "RELAUNCHING",
-    "REQUEUEING",
-    "TAKEN_OVER",
-    "Attempt",
-    "Refusal",
-    "begin",
-]
+__all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
 
 #: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
 TAKEN_OVER = "taken over"

@@ -1,6 +1,6 @@
 """Which signal tells a program to save, and which processes get it.  Pure.
 
-What each convention really does, and where that was read, stands in docs/how-to/exec.md.
+docs/how-to/exec.md describes what each convention really does, with its source.
 """
 
 from __future__ import annotations

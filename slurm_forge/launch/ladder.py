@@ -16,6 +16,7 @@ from typing import Protocol
 
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.comebacks import FOUND_QUEUED
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
 from slurm_forge.launch.chain import comment_of
 from slurm_forge.recovery.endings import is_cancelled
@@ -38,7 +39,6 @@ _SHORT_PAUSES_FOR_S = 60.0
 PATIENCE = timedelta(minutes=5)
 _REQUEUE = "scontrol requeue"
 _HOLD = "scontrol requeuehold"
-_FOUND = "found in the queue"
 _QUICK = timedelta(seconds=3)
 _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
 
@@ -323,7 +323,7 @@ class Ladder:
             return Comeback(Taken.CANCELLED, "the job was cancelled")
         # What runs is not to be changed: NumNodes would take nodes away from it.
         changes = update if settled is Settled.WAITS else None
-        return self._came_back("in the queue already", _FOUND, changes, wait)
+        return self._came_back("in the queue already", FOUND_QUEUED, changes, wait)
 
     def _came_back(
         self,
@@ -386,7 +386,7 @@ class Ladder:
             return self._left_open(_REQUEUE, why)
         earlier = self._successor()
         if earlier is not None:
-            self._note(RequeueDone(job=self._job, method=_FOUND, successor=earlier))
+            self._note(RequeueDone(job=self._job, method=FOUND_QUEUED, successor=earlier))
             return Comeback(Taken.SUCCESSOR, f"{why}; successor {earlier} waits already")
         self._note(RequeueIntended(job=self._job, method=method, reason=why))
         # What the script says of its beginning was meant for the first start.

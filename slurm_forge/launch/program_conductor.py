@@ -326,7 +326,7 @@ class ProgramConductor:
             job_first=seen.first_record,
             job=seen.notice_record,
             job_now=seen.job_now(self._watch),
-            signalled_since=self._watch.latest_query < seen.batch_query,
+            signalled_since=seen.signalled_since(self._watch),
             restart_count=self._restart_count,
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,

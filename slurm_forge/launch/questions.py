@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.seen import Seen
 
-__all__ = ["LAST_QUERY_OF_STOP_S", "LAST_QUERY_S", "Questions", "last_word"]
+__all__ = ["Questions", "last_word"]
 
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0

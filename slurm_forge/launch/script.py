@@ -266,8 +266,7 @@ def start_lines(interpreter: str, command: str, *, again: bool, teardown: bool) 
     """Check the ``interpreter``, then become ``command``; both are shell text.
 
     ``again``: the command begins the script again where it can't import the supervisor; else that
-    is imported by the check, too.  With ``teardown`` the shell stays, for
-    the commands that follow.
+    is imported by the check, too.  With ``teardown`` the shell stays, for the commands that follow.
     """
     return _part("start", interpreter, command, again, teardown)
 

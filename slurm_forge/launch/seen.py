@@ -118,6 +118,10 @@ class Seen:
         since_end = watch.since(self.evidence_query)
         return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
 
+    def signalled_since(self, watch: JobWatch) -> bool:
+        """Whether the batch step was signalled after all that Slurm has answered."""
+        return watch.latest_query < self.batch_query
+
     def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
 
@@ -160,7 +164,7 @@ class Seen:
             job_first=self.first_record,
             job=self.notice_record,
             job_now=self.job_now(watch),
-            signalled_since=watch.latest_query < self.batch_query,
+            signalled_since=self.signalled_since(watch),
             lead=lead,
             planned_end=planned_end,
             stop_file=self.stop_file,

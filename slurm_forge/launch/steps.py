@@ -15,6 +15,7 @@ from typing import IO
 
 from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.recovery.seats import Seats
+from slurm_forge.signals import signal_name
 from slurm_forge.slurm.nodelist import fold_nodes
 
 __all__ = ["StepProcess", "srun_command", "takes_seat_file"]
@@ -128,8 +129,7 @@ class StepProcess:
     def launcher_signal(self) -> str:
         """The signal that ended srun, empty where none did or ``kill`` sent it."""
         number = -(self._process.poll() or 0)
-        known = {each.value: each.name for each in signal.Signals}
-        return "" if self._killed or number <= 0 else known.get(number, f"signal {number}")
+        return "" if self._killed or number <= 0 else signal_name(number)
 
     def ends(self) -> tuple[WorkerEnd, ...]:
         """Nothing: srun prints how its tasks end."""

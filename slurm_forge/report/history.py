@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import NO_LAUNCH
+from slurm_forge.journal.comebacks import FOUND_QUEUED
 from slurm_forge.report import story as s
 from slurm_forge.report.launch_history import Beyond, LaunchTelling, strike_of
 from slurm_forge.report.lineage import Lineage, trace
@@ -23,8 +24,6 @@ GO_ON = frozenset({"submit", "run", "requeue", "release"})
 _PERSON = "cli"
 #: How a request to hold the job in the queue is called where Slurm did not take it.
 _HOLD = "hold"
-#: How a requeue is called that somebody else had carried out.
-_FOUND = "found in the queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ def _free_since(
             each.time
             for each in before.comebacks
             # Since when a job is in the queue that somebody else has put there is not known.
-            if each.outcome == "done" and each.method != _FOUND and each.time <= start
+            if each.outcome == "done" and each.method != FOUND_QUEUED and each.time <= start
         ]
     return max(moments, default=None)
 

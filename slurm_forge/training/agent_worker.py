@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slurm_forge.control import agents as a
 from slurm_forge.descendants import reap
+from slurm_forge.signals import signal_name
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
 from slurm_forge.training.parking import ParkedWorker
 
@@ -80,7 +81,7 @@ class ForkedWorker:
         return a.Ended(
             launch=self.launch,
             pid=self.pid,
-            signal=_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
+            signal=signal_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
             code=os.WEXITSTATUS(status) if status is not None and not by_signal else 0,
             ours=self.ours,
             memory=self.memory,
@@ -88,10 +89,3 @@ class ForkedWorker:
             left=left,
             parked=self.parked,
         )
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -22,7 +22,7 @@ import torch
 
 from slurm_forge.control.preflight_words import Check, Verdict
 from slurm_forge.descendants import die_with_parent
-from slurm_forge.signals import SAVE_SIGNALS
+from slurm_forge.signals import SAVE_SIGNALS, signal_name
 from slurm_forge.training.group_trial import Trial, connect_store, host_store, try_together
 from slurm_forge.training.node_checks import Wanted, look
 
@@ -258,10 +258,7 @@ def _collected(pid: int, within_s: float) -> int | None:
 
 def _how(status: int) -> str:
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        known = number in {each.value for each in signal.Signals}
-        name = signal.Signals(number).name if known else f"signal {number}"
-        return f"the process that looks was killed ({name})"
+        return f"the process that looks was killed ({signal_name(os.WTERMSIG(status))})"
     return f"the process that looks ended with {os.WEXITSTATUS(status)}"
 
 

@@ -30,6 +30,7 @@ from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
+from slurm_forge.signals import signal_name
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.training.flight_recorder import dump_into, forget
 from slurm_forge.training.port_counters import PortCounters
@@ -298,7 +299,7 @@ class Witness:
         status, cause = exit_status(self._subject.pid), Cause.CRASH
         text = "ended without a word" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
-            text = f"killed by {_signal_name(-status)}"
+            text = f"killed by {signal_name(-status)}"
             memory = killed_since(self._kills, read_oom_kills())
             if -status == signal.SIGKILL and memory:
                 text, cause = f"{text}: {memory}", Cause.HOST_OOM
@@ -371,13 +372,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     witness.tell_end()
     if recorder:
         forget(recorder)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _descriptor(text: str) -> int | None:
