@@ -95,8 +95,11 @@ def test_three_tasks_finish_a_run_where_nothing_may_requeue_itself(
     assert consumed(watched.run.path) == consumed(whole.run.path)
     assert watched.digest() == whole.digest()
     slurm.wait_for(lambda: not in_queue(slurm, watched), 30, "the tasks that are left to be gone")
-    ended = slurm.run("sacct", "-n", "-X", "-P", "-j", watched.job, "-o", "JobID,State").stdout
-    assert f"{watched.job}_3|COMPLETED" in ended, "the task that finished it is no cancelled one"
+    accounting = ("sacct", "-n", "-X", "-P", "-j", watched.job, "-o", "JobID,State")
+    slurm.wait_for(
+        lambda: f"{watched.job}_3|COMPLETED" in slurm.run(*accounting).stdout,
+        30, "accounting to say of the task that finished the run that it was not cancelled",
+    )
     story = told(slurm, watched, "explain")
     assert f"goes on as task {watched.job}_2 of its array" in story, story
 
