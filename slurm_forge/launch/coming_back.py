@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +23,6 @@ from slurm_forge.launch.update import arguments_for, update_for
 from slurm_forge.recovery.nodes import spared
 from slurm_forge.recovery.sooner import Soon, sooner
 from slurm_forge.slurm.client import JobUpdate, Slurm
-from slurm_forge.slurm.clock import SlurmClock, slurm_clock
 from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord
 from slurm_forge.vocabulary.decision import Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -68,7 +66,6 @@ class ComingBack:
         self._partitions: tuple[PartitionRecord, ...] = ()
         self._problems: list[str] = []
         self._config: ConfigRecord | None = None
-        self._clock: SlurmClock | None = None
         self._soon: Soon | None = None
         self._config_asked = threading.Event()
         self._asking: threading.Thread | None = None
@@ -86,11 +83,6 @@ class ComingBack:
         if self._asking is not None:
             self._config_asked.wait(_MOMENT_S)
         return None if self._config is None else self._config.kill_wait
-
-    @property
-    def slurm_clock(self) -> SlurmClock | None:
-        """The controller's clock, where Slurm has said by now that this node's differs from it."""
-        return self._clock
 
     @property
     def grace_time(self) -> timedelta | None:
@@ -243,11 +235,8 @@ class ComingBack:
         """On a thread of its own: what it finds is told by whoever needs it."""
         self._asked = True
         attempt = self._attempt
-        asked_at, before = time.monotonic(), time.time()
         with contextlib.suppress(ForgeError):
-            config = self._slurm.show_config()
-            self._clock = slurm_clock(config, asked_at=asked_at, before=before, after=time.time())
-            self._config = config
+            self._config = self._slurm.show_config()
         self._config_asked.set()
         try:
             self._partitions = partitions_named(self._slurm, self._partition)

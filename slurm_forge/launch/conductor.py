@@ -170,6 +170,7 @@ class Conductor:
         return self._seen.facts(
             self._hub.members(),
             now=self._now(),
+            clock_ahead=self._deadline.clock_ahead(self._clock()),
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
             probe=self._judge.failed,

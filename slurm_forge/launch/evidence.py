@@ -51,8 +51,9 @@ def gathered(
 ) -> LaunchFacts:
     """``facts`` with what else can be had.  ``output_of`` names the log of a rank.
 
-    ``since`` is when the launch began.  Where somebody wants the nodes, Slurm is asked for no more
-    than what tells a preemption from a person's wish: there is no time to lose.
+    ``since`` is when the launch began, by this node's clock.  Where somebody wants the nodes, Slurm
+    is asked for no more than what tells a preemption from a person's wish: there is no time to
+    lose.
     """
     if facts.finished:
         return facts
@@ -77,7 +78,7 @@ def gathered(
         facts = replace(facts, nodes=asked.show_nodes(hosts))
     if not facts.failures and not any(node.is_down for node in facts.nodes):
         with contextlib.suppress(ForgeError):
-            facts = replace(facts, rows=_newest_step(asked.accounting(job), since))
+            facts = replace(facts, rows=_newest_step(asked.accounting(job), since, facts))
     return facts
 
 
@@ -90,7 +91,7 @@ def with_accounting(
     with contextlib.suppress(ForgeError):
         rows = _limited(slurm, _LITTLE_PATIENCE).accounting(job)
         starts = tuple(row for row in rows if row.step is None)
-        return replace(facts, rows=_newest_step(rows, since), job_rows=starts)
+        return replace(facts, rows=_newest_step(rows, since, facts), job_rows=starts)
     return facts
 
 
@@ -185,11 +186,11 @@ def _with_output(
 
 
 def _newest_step(
-    rows: tuple[AccountingRecord, ...], since: datetime | None
+    rows: tuple[AccountingRecord, ...], since: datetime | None, facts: LaunchFacts
 ) -> tuple[AccountingRecord, ...]:
     """The row of the launch's own step, if it is there: the last one, begun with the launch."""
     steps = [row for row in rows if row.step is not None and row.step not in _NOT_OURS]
     if since is not None:
-        earliest = since - _CLOCKS
+        earliest = since - facts.clock_ahead - _CLOCKS
         steps = [row for row in steps if row.start_time is not None and row.start_time >= earliest]
     return tuple(steps[-1:])

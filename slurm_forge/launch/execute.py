@@ -242,7 +242,7 @@ class _Job:
                 self._attempt.journal.write(Note(text=text[:400]))
         self._learn_the_limit()
         while True:
-            started = self._starts.start(self._back.kill_wait, self._back.slurm_clock)
+            started = self._starts.start(self._back.kill_wait)
             self._status = started.facts.exit_status or 0
             decision = self._concluded(started.facts)
             if decision is None:

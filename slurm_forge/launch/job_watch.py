@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.clock import SlurmClock, slurm_clock
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["JobWatch"]
@@ -20,9 +23,9 @@ _LONGEST_COMMENT = 200
 class JobWatch:
     """The latest record of one job; ``ask`` returns at once, ``latest`` is what came back.
 
-    For one thread.  ``background`` runs a query beside it, on a thread unless told otherwise.
-    Queries are numbered from 1, so that an answer from before an event can be told
-    from one after it.
+    The first queries also ask for the controller's time, until it has been told.  For one thread.
+    ``background`` runs a query beside it, on a thread unless told otherwise.  Queries are numbered
+    from 1, so that an answer from before an event can be told from one after it.
     """
 
     def __init__(
@@ -31,10 +34,14 @@ class JobWatch:
         job: str,
         *,
         background: Callable[[Callable[[], None]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._slurm = slurm
         self._background = background or _in_thread
         self._job = job
+        self._clock = clock
+        self._wall = wall
         self._asking: Future[JobRecord | None] | None = None
         self._begun = 0
         self._again = False
@@ -43,6 +50,9 @@ class JobWatch:
         self.latest: JobRecord | None = None
         self.latest_query = 0
         self.errors: list[str] = []
+        #: The controller's clock, once it is known.
+        self.clock: SlurmClock | None = None
+        self._clocks: queue.SimpleQueue[SlurmClock] = queue.SimpleQueue()
 
     def ask(self) -> int:
         """Begin a query, after the one under way if there is one; its number."""
@@ -53,7 +63,7 @@ class JobWatch:
             return self._begun
         self._begun += 1
         self._asking = Future()
-        self._background(partial(_ask, self._slurm, self._job, self._asking))
+        self._background(partial(self._query, self._slurm, self._asking))
         return self._begun
 
     def since(self, query: int) -> JobRecord | None:
@@ -70,10 +80,31 @@ class JobWatch:
         line = "".join(each if each.isprintable() else " " for each in text)[:_LONGEST_COMMENT]
         self._background(partial(_comment, self._slurm, self._job, line))
 
+    def _query(self, slurm: Slurm, answer: Future[JobRecord | None]) -> None:
+        try:
+            answer.set_result(slurm.show_job(self._job))
+        except Exception as error:
+            # What Slurm says is evidence; an answer that can't be had or read is none, no more.
+            answer.set_exception(error)
+            return
+        if self.clock is not None:
+            return
+        with contextlib.suppress(Exception):
+            asked_at, before = self._clock(), self._wall()
+            config = slurm.show_config()
+            clock = slurm_clock(config, asked_at=asked_at, before=before, after=self._wall())
+            if clock is not None:
+                self._clocks.put(clock)
+
     @property
     def next_query(self) -> int:
         """The number of the first query that is begun from now on."""
         return self._begun + 1
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether the controller's clock is known, or there is nobody to ask for it."""
+        return self.clock is not None or self._slurm is None
 
     @property
     def asking(self) -> bool:
@@ -82,6 +113,8 @@ class JobWatch:
 
     def collect(self) -> bool:
         """Take an answer in if there is one; True if ``latest`` is new."""
+        with contextlib.suppress(queue.Empty):
+            self.clock = self._clocks.get_nowait()
         if self._asking is None or not self._asking.done():
             return False
         asking, self._asking = self._asking, None
@@ -107,14 +140,6 @@ class JobWatch:
 def _in_thread(work: Callable[[], None]) -> None:
     # A daemon: a controller that does not answer must not keep this process from ending.
     threading.Thread(target=work, name="forge-scontrol", daemon=True).start()
-
-
-def _ask(slurm: Slurm, job: str, answer: Future[JobRecord | None]) -> None:
-    try:
-        answer.set_result(slurm.show_job(job))
-    except Exception as error:
-        # What Slurm says is evidence; an answer that can't be had or read is none, and no more.
-        answer.set_exception(error)
 
 
 def _comment(slurm: Slurm, job: str, text: str) -> None:

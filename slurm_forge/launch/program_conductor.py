@@ -322,6 +322,7 @@ class ProgramConductor:
         seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
         facts = LaunchFacts(
             now=self._now(),
+            clock_ahead=self._deadline.clock_ahead(self._clock()),
             step=self._progress.step,
             job_first=seen.first_record,
             job=seen.notice_record,

@@ -36,7 +36,6 @@ from slurm_forge.launch.torchrun import by_torchrun, for_torchrun, meeting_port
 from slurm_forge.launch.variables import for_command
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.slurm.clock import SlurmClock
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.spec.templates import Field, fields_of, fill
 
@@ -88,9 +87,7 @@ class Starts:
         self._words = words
         self.launched_at = datetime.now(timezone.utc)
 
-    def start(
-        self, kill_wait: timedelta | None = None, slurm_clock: SlurmClock | None = None
-    ) -> Started:
+    def start(self, kill_wait: timedelta | None = None) -> Started:
         """Start it, and conduct it to its end."""
         attempt, environment = self.attempt, self._environment
         program, file = attempt.file.job.program, attempt.file
@@ -157,7 +154,6 @@ class Starts:
                 now=time.time(),
                 end=end,
                 kill_wait=kill_wait,
-                slurm_clock=slurm_clock,
                 usual_save=file.usual_save,
             )
             conductor = ProgramConductor(

@@ -138,6 +138,7 @@ class Seen:
         members: Mapping[int, MemberView],
         *,
         now: datetime,
+        clock_ahead: timedelta,
         lead: timedelta,
         planned_end: datetime | None,
         probe: Found | None,
@@ -157,6 +158,7 @@ class Seen:
             step = self.finished[0].step
         return LaunchFacts(
             now=now,
+            clock_ahead=clock_ahead,
             step=step,
             finished=self.is_finished,
             stopped_at=None if self.stopped is None else self.stopped.step,

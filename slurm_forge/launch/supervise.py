@@ -318,7 +318,6 @@ class _Supervisor:
                     now=time.time(),
                     end=self._environment.end_time or planned_end(file.job, state),
                     kill_wait=self._back.kill_wait,
-                    slurm_clock=self._back.slurm_clock,
                     usual_save=file.usual_save,
                 ),
                 stop_file=attempt.run.stop_file,

@@ -9,7 +9,6 @@ from slurm_forge.journal import RunState
 from slurm_forge.journal.state import Baseline
 from slurm_forge.recovery.interval import interruptions, measured_interval, seen_between
 from slurm_forge.recovery.stretches import Rules
-from slurm_forge.slurm.clock import SlurmClock
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause
@@ -40,8 +39,6 @@ class Timing:
     kill_wait: timedelta = timedelta(seconds=30)
     #: When the job file's own time limit ends, for where Slurm can't be asked.
     planned_end: datetime | None = None
-    #: Where it is known that this node's clock differs from the controller's.
-    slurm_clock: SlurmClock | None = None
     #: When a rank counts as hung, and how long earlier attempts stayed in what.
     hang: Rules | None = None
     stretches: tuple[tuple[str, float], ...] = ()
@@ -99,7 +96,6 @@ def timing(
     now: float,
     end: datetime | None = None,
     kill_wait: timedelta | None = None,
-    slurm_clock: SlurmClock | None = None,
     usual_save: timedelta | None = None,
 ) -> Timing:
     """When to save, probe and stop: from the job file, the job's own limit, and the journal.
@@ -121,7 +117,6 @@ def timing(
         probe_silence=job.probe.silence,
         bandwidth_every=job.probe.bandwidth.every if job.probe.bandwidth.enabled else None,
         planned_end=end,
-        slurm_clock=slurm_clock,
         kill_wait=_KILL_WAIT if kill_wait is None else kill_wait,
         hang=_hang_rules(job),
         stretches=state.stretches,

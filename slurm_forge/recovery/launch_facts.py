@@ -84,6 +84,9 @@ class LaunchFacts:
     """
 
     now: datetime
+    #: By how much the clock of ``now`` is ahead of the controller's, negative where it is behind:
+    #: every time in a record of Slurm's is by the latter.
+    clock_ahead: timedelta = timedelta(0)
     step: int | None = None
     finished: bool = False
     stopped_at: int | None = None
@@ -150,6 +153,11 @@ class LaunchFacts:
     outlives_nodes: bool = False
     #: Id of the incident that rank 0 has decided on already: only to be carried out.
     decided: str = ""
+
+    @property
+    def slurm_now(self) -> datetime:
+        """``now`` by the controller's clock."""
+        return self.now - self.clock_ahead
 
     @property
     def furthest(self) -> int | None:

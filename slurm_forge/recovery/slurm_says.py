@@ -358,7 +358,7 @@ def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
     if job.end_time is None or job.time_limit is None or job.start_time is None:
         return False
     planned = job.start_time + job.time_limit
-    near = job.end_time - facts.now <= facts.lead + _SIGNAL_EARLY
+    near = job.end_time - facts.slurm_now <= facts.lead + _SIGNAL_EARLY
     return job.end_time >= planned - timedelta(seconds=2) and near
 
 

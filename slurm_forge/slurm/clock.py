@@ -18,15 +18,21 @@ _ROUNDED_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SlurmClock:
-    """What the controller's clock shows, where this node's differs from it.
+    """What the controller's clock shows.
 
     It showed ``time`` at most when this process's monotonic clock was at ``at``: rather a little
-    later than it is, so that no end is missed.  ``ahead`` is by how much this node's is ahead.
+    later than it is, so that no end is missed.  ``ahead`` is by how much this node's clock is
+    ahead of it at least, negative where it is behind.
     """
 
     at: float
     time: datetime
     ahead: timedelta
+
+    @property
+    def differs(self) -> bool:
+        """Whether this node's clock can't be taken for it."""
+        return abs(self.ahead.total_seconds()) >= _WORTH_MINDING_S
 
     def now(self, at: float) -> datetime:
         """What it shows when the monotonic clock is ``at``."""
@@ -48,12 +54,12 @@ def clock_ahead(config: ConfigRecord, before: float, after: float) -> float | No
 def slurm_clock(
     config: ConfigRecord, *, asked_at: float, before: float, after: float
 ) -> SlurmClock | None:
-    """The controller's clock, where it is known to differ from this node's by more than seconds.
+    """The controller's clock; None where the controller does not tell its time.
 
     ``asked_at`` is when it was asked on the monotonic clock, ``before`` and ``after`` as above.
     """
     ahead = clock_ahead(config, before, after)
-    if ahead is None or config.controller_time is None or abs(ahead) < _WORTH_MINDING_S:
+    if ahead is None or config.controller_time is None:
         return None
     latest = config.controller_time + timedelta(seconds=_ROUNDED_S)
     return SlurmClock(at=asked_at, time=latest, ahead=timedelta(seconds=ahead))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,9 @@ class Slurm:
     nodes: str | None = "n[1-4]"
     asked: list[str] = field(default_factory=list)
 
-    clock: datetime | None = None
 
     def show_config(self) -> ConfigRecord:
-        return ConfigRecord(kill_wait=timedelta(seconds=7), controller_time=self.clock)
+        return ConfigRecord(kill_wait=timedelta(seconds=7))
 
     def show_partition(self, name: str) -> PartitionRecord:
         self.asked.append(name)
@@ -202,16 +200,6 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
 def test_how_long_slurm_waits_before_it_kills_is_known(here: Place) -> None:
     here.back.avoided(here.decision("n2"))
     assert here.back.kill_wait == timedelta(seconds=7)
-
-
-def test_what_slurms_clock_shows_is_known_where_this_nodes_differs(here: Place) -> None:
-    shown = datetime.now(timezone.utc) - timedelta(hours=1)
-    here.slurm.clock = shown
-    here.back.avoided(here.decision("n2"))
-    clock = here.back.slurm_clock
-    assert clock is not None
-    assert timedelta(minutes=59) < clock.ahead < timedelta(minutes=61)
-    assert timedelta(0) <= clock.now(time.monotonic()) - shown < timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("via", ["sbatch", "exec"])

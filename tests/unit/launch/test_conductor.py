@@ -33,8 +33,7 @@ from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery import warning_signal as warning_module
 from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.clock import SlurmClock
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import ConfigRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.position import LAST, Position
@@ -80,6 +79,10 @@ class Slurm:
         self.asked = 0
         self.open = threading.Event()
         self.open.set()
+        #: Its clock, and whether it tells what that shows.
+        self.clock = FastClock()
+        self.tells_time = threading.Event()
+        self.tells_time.set()
 
     def show_job(self, job: str) -> JobRecord | None:
         assert job == "42"
@@ -89,6 +92,10 @@ class Slurm:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def show_config(self) -> ConfigRecord:
+        self.tells_time.wait(WITHIN_S)
+        return ConfigRecord(controller_time=self.clock.now().replace(microsecond=0))
 
 
 @dataclass
@@ -254,7 +261,13 @@ class Stage:
             self.ranks = [Rank(self, number) for number in there]
         if self.launcher is not None:
             self.launcher.ranks = self.ranks
-        self.watch = JobWatch(self.slurm, "42")  # type: ignore[arg-type]
+        self.slurm.clock = self.clock
+        self.watch = JobWatch(
+            self.slurm,  # type: ignore[arg-type]
+            "42",
+            clock=self.clock,
+            wall=self.node_time,
+        )
         self.conductor = Conductor(
             self.hub,
             journal=self.journal,
@@ -280,6 +293,9 @@ class Stage:
                 "scontrol",
             )
         return self
+
+    def node_time(self) -> float:
+        return (self.clock.now() - self.behind).timestamp()
 
     def _conduct(self) -> None:
         try:
@@ -585,12 +601,17 @@ def test_a_clock_that_is_behind_does_not_lose_the_last_save(stage: Stage) -> Non
     assert facts.stopped_at is not None
 
 
-def test_a_clock_that_is_ahead_ends_no_run_early(stage: Stage) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_clock_that_is_ahead_ends_no_run_early(stage: Stage, late: bool) -> None:
+    """Also where a busy controller tells of the job, and of its time only later."""
     stage.behind = timedelta(hours=-1)
-    known = SlurmClock(at=1000.0, time=BEGAN, ahead=-stage.behind)
-    stage.timing = replace(stage.timing, slurm_clock=known)
     stage.slurm.answer = replace(RUNNING, end_time=BEGAN + timedelta(seconds=120))
+    if late:
+        stage.slurm.tells_time.clear()
     stage.start()
+    until(lambda: stage.watch.latest is not None, "the record")
+    until(lambda: stage.ranks[0].step >= 3, "steps")
+    stage.slurm.tells_time.set()
     facts = stage.end()
     assert facts.due_time_limit and not facts.deadline_passed
     assert facts.stopped_at is not None
@@ -599,8 +620,6 @@ def test_a_clock_that_is_ahead_ends_no_run_early(stage: Stage) -> None:
 
 def test_a_clock_that_is_ahead_takes_nothing_off_a_grace_time(stage: Stage) -> None:
     stage.behind = timedelta(hours=-1)
-    known = SlurmClock(at=1000.0, time=BEGAN, ahead=-stage.behind)
-    stage.timing = replace(stage.timing, slurm_clock=known)
     stage.start().preempt()
     stage.notice(rank=1)
     facts = stage.end()

@@ -20,7 +20,7 @@ def test_a_clock_that_differs_is_known_by_the_controllers(ahead_s: float) -> Non
     clock = slurm_clock(
         ConfigRecord(controller_time=SHOWN), asked_at=100.0, before=before, after=after
     )
-    assert clock is not None
+    assert clock is not None and clock.differs
     assert abs(clock.ahead.total_seconds() - ahead_s) <= 1.0
     shows = clock.now(100.2)  # when it was answered; a little later rather than earlier
     assert timedelta(0) <= shows - SHOWN <= timedelta(seconds=2)
@@ -30,15 +30,16 @@ def test_a_clock_that_differs_is_known_by_the_controllers(ahead_s: float) -> Non
 @pytest.mark.parametrize("ahead_s", [0.0, 2.0, -20.0, 25.0])
 def test_clocks_that_differ_by_seconds_are_taken_for_the_same(ahead_s: float) -> None:
     at = RIGHT + ahead_s
-    assert slurm_clock(
-        ConfigRecord(controller_time=SHOWN), asked_at=1.0, before=at, after=at + 1
-    ) is None  # fmt: skip
+    config = ConfigRecord(controller_time=SHOWN)
+    clock = slurm_clock(config, asked_at=1.0, before=at, after=at + 1)
+    assert clock is not None and not clock.differs
 
 
 def test_an_answer_that_took_its_time_says_less() -> None:
     """It may have been given at any moment of it."""
     config = ConfigRecord(controller_time=SHOWN)
-    assert slurm_clock(config, asked_at=1.0, before=RIGHT - 60, after=RIGHT + 60) is None
+    clock = slurm_clock(config, asked_at=1.0, before=RIGHT - 60, after=RIGHT + 60)
+    assert clock is not None and clock.ahead == timedelta(0)
 
 
 def test_a_controller_that_does_not_tell_its_time_changes_nothing() -> None:
