@@ -37,6 +37,11 @@ class RunStatus(str, Enum):
     CANCELLED = "cancelled"
     FINISHED = "finished"
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the run goes on only when a person wants it to."""
+        return self in (RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchState:

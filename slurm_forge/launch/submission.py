@@ -292,8 +292,8 @@ def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
 def note_asked(run: RunDirectory, job: str, restart_count: int, slurm: Slurm | None) -> None:
     """Where a person has just handed in a job for a run that rests: that they want it to go on.
 
-    Not where the job was in the queue before the run came to rest: it is one of a chain, perhaps.
-    Without Slurm somebody has typed the command.
+    Not where the job was in the queue before the run came to rest: it is one of a chain, perhaps,
+    and the run stays where it is.  Without Slurm somebody has typed the command.
     """
     if slurm is None:
         note(run, UserAsked(verb="run", user=person()))
@@ -303,15 +303,27 @@ def note_asked(run: RunDirectory, job: str, restart_count: int, slurm: Slurm | N
     known = {state.job, *(attempt.job for attempt in state.attempts)}
     if restart_count or job in known:
         return
+    wanted = not state.status.is_at_rest
     if state.attempts:
         with contextlib.suppress(ForgeError):
             record = slurm.show_job(job)
-            last = max(each.ended or each.started for each in state.attempts)
-            decided = [time for time, _ in state.attempts[-1].decisions]
             submitted = None if record is None else record.submit_time
-            if submitted is not None and submitted.timestamp() > max([last, *decided]):
+            if submitted is not None and submitted.timestamp() > _rests_since(state, slurm):
                 note(run, UserAsked(verb="submit", user=person()))
-    note(run, Submitted(job=job, via="exec"))
+                wanted = True
+    if wanted:
+        note(run, Submitted(job=job, via="exec"))
+
+
+def _rests_since(state: RunState, slurm: Slurm) -> float:
+    """When the last attempt, or a decision after it, ended: by Slurm's clock where it says so."""
+    newest = state.attempts[-1]
+    ended = max(each.ended or each.started for each in state.attempts)
+    decided = [time for time, _ in newest.decisions if time > ended]
+    with contextlib.suppress(ForgeError):
+        rows = slurm.accounting(newest.job)
+        ended = max((r.end_time.timestamp() for r in rows if r.end_time), default=ended)
+    return max([ended, *decided])
 
 
 def run_state(run: RunDirectory) -> RunState:

@@ -38,6 +38,7 @@ from slurm_forge.launch.submission import (
     job_script,
     keep_payload,
     keep_successor,
+    note_asked,
     payload,
     run_state,
     submit_script,
@@ -70,6 +71,7 @@ class Queue:
     found: list[RunStatus] = field(default_factory=list)
     #: The last state of a job in accounting, None where that does not know it.
     accounted: JobState | None = None
+    ended: datetime | None = None
 
     def accounting(self, job: str) -> tuple[AccountingRecord, ...]:
         if self.accounted is None:
@@ -77,7 +79,12 @@ class Queue:
         text = self.accounted.value
         return (
             AccountingRecord(
-                job_ref=job, step=None, job_id=int(job), state=self.accounted, state_text=text
+                job_ref=job,
+                step=None,
+                job_id=int(job),
+                state=self.accounted,
+                state_text=text,
+                end_time=self.ended,
             ),
         )
 
@@ -184,6 +191,20 @@ def back(run: RunDirectory, queue: Queue, **more: object) -> Brought:
 
 
 # -- requeue --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before_s, goes_on", [(30.0, False), (-30.0, True)])
+def test_a_job_of_a_chain_wakes_no_run_at_rest_and_a_new_one_does(
+    run: RunDirectory, queue: Queue, before_s: float, goes_on: bool
+) -> None:
+    """By Slurm's own times: the node that wrote the journal may be an hour behind."""
+    held(run)
+    ended = datetime.fromtimestamp(3600.0, tz=timezone.utc)
+    queue.accounted, queue.ended = JobState.FAILED, ended
+    queue.put(8, JobState.RUNNING, submit_time=ended - timedelta(seconds=before_s))
+    note_asked(run, "8", 0, queue)  # type: ignore[arg-type]
+    assert (run_state(run).status is RunStatus.SUBMITTED) is goes_on
+    assert run_state(run).status.is_at_rest is not goes_on
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.REQUEUE_HOLD, JobState.COMPLETING])
