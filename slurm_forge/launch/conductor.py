@@ -350,14 +350,16 @@ class Conductor:
             self._act_on_signal(name, source)
 
     def _act_on_signal(self, name: str, source: str) -> None:
-        seen = self._seen.batch_signals if source == _BATCH else self._seen.rank_signals
+        seen = self._seen
+        heard = seen.batch_signals if source == _BATCH else seen.rank_signals
         # The batch step may get the same one again and again.
-        if source != _BATCH or not seen or seen[-1] != name:
+        if source != _BATCH or not heard or heard[-1] != name:
             self._note(NoticeSeen(what=name, source=source))
-        newly = source == _BATCH and not seen and self._seen.stop_asked is not None
+        newly = source == _BATCH and not heard and seen.stop_asked is not None
         if source == _BATCH:
-            self._seen.batch_query = self._watch.next_query
-        seen.append(name)
+            seen.note_batch_signal(name, self._watch, self._clock())
+        else:
+            heard.append(name)
         self._ask_stop(name)
         if newly:
             self._questions.batch_signalled()

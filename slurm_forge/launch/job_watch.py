@@ -18,6 +18,8 @@ __all__ = ["JobWatch"]
 
 
 _LONGEST_COMMENT = 200
+#: How long the controller's time is waited for before this node's clock is taken for it.
+_TIME_WITHIN_S = 30.0
 
 
 class JobWatch:
@@ -52,6 +54,8 @@ class JobWatch:
         self.errors: list[str] = []
         #: The controller's clock, once it is known.
         self.clock: SlurmClock | None = None
+        #: When Slurm was asked first.
+        self._asked_at: float | None = None
         self._clocks: queue.SimpleQueue[SlurmClock] = queue.SimpleQueue()
 
     def ask(self) -> int:
@@ -62,6 +66,7 @@ class JobWatch:
         if self._slurm is None or self._closed:
             return self._begun
         self._begun += 1
+        self._asked_at = self._clock() if self._asked_at is None else self._asked_at
         self._asking = Future()
         self._background(partial(self._query, self._slurm, self._asking))
         return self._begun
@@ -102,9 +107,11 @@ class JobWatch:
         return self._begun + 1
 
     @property
-    def tells_time(self) -> bool:
-        """Whether the controller's clock is known, or there is nobody to ask for it."""
-        return self.clock is not None or self._slurm is None
+    def awaits_time(self) -> bool:
+        """Whether the controller may still tell its time: then nothing is judged by this node's."""
+        if self.clock is not None or self._slurm is None:
+            return False
+        return self._asked_at is None or self._clock() < self._asked_at + _TIME_WITHIN_S
 
     @property
     def asking(self) -> bool:

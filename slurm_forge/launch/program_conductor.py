@@ -227,8 +227,7 @@ class ProgramConductor:
         seen = self._seen
         if source == _BATCH:
             first = not seen.batch_signals and seen.stop_asked is not None
-            seen.batch_signals.append(what)
-            seen.batch_query = self._watch.next_query
+            seen.note_batch_signal(what, self._watch, self._clock())
             if first:  # what Slurm said before does not explain it
                 seen.evidence_query = self._watch.ask()
         elif source == _STEPS:

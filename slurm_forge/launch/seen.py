@@ -71,8 +71,10 @@ class Seen:
     #: The first query that was begun after the newest signal or the launch's end: Slurm's earlier
     #: answers say nothing about either.
     evidence_query: int = 0
-    #: The first query that was begun after the newest signal for the batch step.
+    #: The first query that was begun after the newest signal for the batch step, and when the
+    #: first of them came, on the conductor's clock.
     batch_query: int = 0
+    batch_signalled: float | None = None
     #: The last save asked for, until it is agreed, and then the step at which it comes.
     save_request: int | None = None
     save_step: int = 0
@@ -117,6 +119,13 @@ class Seen:
         """What Slurm has said of the job since the end, or else since the batch step's signal."""
         since_end = watch.since(self.evidence_query)
         return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
+
+    def note_batch_signal(self, name: str, watch: JobWatch, now: float) -> None:
+        """The batch step got a signal: what Slurm said before does not explain it."""
+        self.batch_query = watch.next_query
+        self.batch_signals.append(name)
+        if self.batch_signalled is None:
+            self.batch_signalled = now
 
     def signalled_since(self, watch: JobWatch) -> bool:
         """Whether the batch step was signalled after all that Slurm has answered."""
