@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 from slurm_forge.control import Hub
 from slurm_forge.control.interfaces import preferred_address
@@ -25,6 +25,7 @@ from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
 from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt
 from slurm_forge.launch.conductor import Conductor
+from slurm_forge.launch.evidence import gathered
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Ladder
 from slurm_forge.launch.lifeline import Lifeline
@@ -128,6 +129,7 @@ class Embedded:
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
         self._watch = JobWatch(slurm, job)
+        self._began = datetime.now(timezone.utc)
         self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
         self._over = threading.Event()
         self._decision: Decision | None = None
@@ -184,7 +186,19 @@ class Embedded:
             self._leave(1)
 
     def _conclude(self, facts: LaunchFacts) -> None:
-        self._decision = self._attempt.conclude(facts)
+        attempt = self._attempt
+        self._decision = attempt.conclude(
+            gathered(
+                facts,
+                run=attempt.run,
+                attempt=attempt.claim.attempt,
+                launch=attempt.launch,
+                job=self._job,
+                slurm=self._slurm,
+                restart_count=attempt.claim.restart_count,
+                since=self._began,
+            )
+        )
         if self._decision is None:
             self._attempt.end("finished")
             self.finished = True

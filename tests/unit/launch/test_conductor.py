@@ -592,6 +592,35 @@ def test_the_end_of_the_time_limit_asks_for_the_last_save(stage: Stage) -> None:
     assert stage.cause() is Cause.TIME_LIMIT
 
 
+def test_where_nobody_listens_in_the_batch_step_a_ranks_second_signal_is_the_jobs(
+    stage: Stage,
+) -> None:
+    """Under submitit: somebody cancels a preempted job while its ranks save."""
+
+    def saves(rank: Rank) -> None:
+        rank.train(stop=False)
+        rank.stay.wait(WITHIN_S)
+        rank.leave(p.Stopped(step=rank.step, checkpoint=f"step-{rank.step}"))
+
+    stage.launcher = None
+    stage.script = saves
+    stage.start().preempt(grace=400)
+    for number in (0, 1):
+        stage.notice(rank=number)
+    until(lambda: (stage.watch.latest or RUNNING).preempt_time, "the answer to the notice")
+    cancelled = {"state": JobState.COMPLETING, "end_time": stage.clock.now()}
+    stage.slurm.answer = replace(stage.slurm.answer, **cancelled)
+    stage.notice(rank=0)
+    before = stage.slurm.asked
+    until(lambda: stage.slurm.asked > before and not stage.watch.asking, "the next answer")
+    for rank in stage.ranks:
+        rank.stay.set()
+    facts = stage.end()
+    assert facts.rank_signals == facts.batch_signals == ("SIGTERM",)
+    assert facts.job_now is not None and facts.job_now.state is JobState.COMPLETING
+    assert classify(facts, "1.1").cause is Cause.USER_CANCELLED
+
+
 def test_a_clock_that_is_behind_does_not_lose_the_last_save(stage: Stage) -> None:
     stage.behind = timedelta(minutes=10)
     stage.slurm.answer = replace(RUNNING, end_time=BEGAN + timedelta(seconds=75))
