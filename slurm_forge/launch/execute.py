@@ -146,6 +146,7 @@ def _in_job(
         variables=variables,
         script=script if script.is_file() else None,
         signals=signals.batch_signals_since,
+        output=own_output(),
     )
     sentinel = SentinelStep(
         sentinel_command(sys.executable, environment.node_name),

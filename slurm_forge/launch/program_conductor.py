@@ -326,6 +326,7 @@ class ProgramConductor:
             job_first=seen.first_record,
             job=seen.notice_record,
             job_now=seen.job_now(self._watch),
+            batch_signalled_after=seen.batch_signalled_after,
             signalled_since=seen.signalled_since(self._watch),
             restart_count=self._restart_count,
             lead=self._timing.lead,

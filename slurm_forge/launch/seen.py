@@ -127,6 +127,13 @@ class Seen:
         if self.batch_signalled is None:
             self.batch_signalled = now
 
+    @property
+    def batch_signalled_after(self) -> timedelta | None:
+        """How long after the stop was asked for the batch step got its first signal."""
+        if self.stop_asked is None or self.batch_signalled is None:
+            return None
+        return timedelta(seconds=max(0.0, self.batch_signalled - self.stop_asked))
+
     def signalled_since(self, watch: JobWatch) -> bool:
         """Whether the batch step was signalled after all that Slurm has answered."""
         return watch.latest_query < self.batch_query
@@ -175,6 +182,7 @@ class Seen:
             job_first=self.first_record,
             job=self.notice_record,
             job_now=self.job_now(watch),
+            batch_signalled_after=self.batch_signalled_after,
             signalled_since=self.signalled_since(watch),
             lead=lead,
             planned_end=planned_end,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from slurm_forge.launch.attempt import Attempt
-from slurm_forge.launch.evidence import with_accounting
+from slurm_forge.launch.evidence import tail_of, with_accounting
+from slurm_forge.launch.outputs import Output
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import is_unexplained
 from slurm_forge.slurm.client import Slurm
@@ -26,6 +27,7 @@ class StopExplanation:
             somebody has cancelled the job.
         signals: Every signal for the batch step since the launch ended: what Slurm said before
             one explains nothing any more.
+        output: Where slurmstepd writes why it ends the job, after the launch, too.
         now: The wall clock.
     """
 
@@ -35,11 +37,14 @@ class StopExplanation:
         attempt: Attempt,
         signals: Callable[[], tuple[str, ...]] = tuple,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+        *,
+        output: Output | None = None,
     ) -> None:
         self._slurm = slurm
         self._attempt = attempt
         self._signals = signals
         self._now = now
+        self._output = output
         self._explained: tuple[str, ...] = ()
         self._asked_with: tuple[str, ...] = ()
         self._is_explained = False
@@ -68,13 +73,18 @@ class StopExplanation:
         attempt = self._attempt
         signals = self._asked_with
         self._record = record or self._record
-        facts = attempt.facts or LaunchFacts(now=self._now())
+        count = attempt.claim.restart_count
+        facts = attempt.facts or LaunchFacts(now=self._now(), restart_count=count)
+        output = self._output
         facts = replace(
             facts,
             now=self._now(),
             job_now=record,
             signalled_since=record is None and facts.signalled_since,
             job_rows=(),  # what accounting said before
+            batch_text=facts.batch_text
+            if output is None
+            else tail_of(output.path, since=output.since),
             batch_signals=tuple(dict.fromkeys((*facts.batch_signals, *signals))),
         )
         if record is not None:

@@ -120,6 +120,7 @@ def supervise(
             variables=variables,
             script=script,
             signals=lambda: current.early,
+            output=own_output(),
         )
         back.prepare()
         return _Supervisor(

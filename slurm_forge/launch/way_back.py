@@ -14,6 +14,7 @@ from slurm_forge.launch.chain_ladder import ChainLadder
 from slurm_forge.launch.coming_back import ComingBack
 from slurm_forge.launch.job_watch import JobWatch
 from slurm_forge.launch.ladder import Explain, Ladder
+from slurm_forge.launch.outputs import Output
 from slurm_forge.launch.stop_explanation import StopExplanation
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -74,11 +75,12 @@ def way_back(
     variables: Mapping[str, str],
     script: Path | None,
     signals: Callable[[], tuple[str, ...]],
+    output: Output | None = None,
 ) -> ComingBack:
     """How this attempt's run comes back; the newest record of the job is what ``watch`` has seen.
 
     ``script`` is what a successor is submitted with, None where there is none.  ``signals`` are
-    those for the batch step since the last launch ended.
+    those for the batch step since the last launch ended, ``output`` is where slurmstepd writes.
     """
     ladder = ladder_of(
         attempt.file,
@@ -90,7 +92,7 @@ def way_back(
         fence=attempt.fence,
         successor=attempt.state().successor_of(environment.job_ref),
         patience=attempt.file.job.recovery.limits.controller_patience,
-        explain=StopExplanation(slurm, attempt, signals),
+        explain=StopExplanation(slurm, attempt, signals, output=output),
     )
     return ComingBack(
         attempt,

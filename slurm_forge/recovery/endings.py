@@ -181,6 +181,6 @@ def is_cancelled(record: JobRecord) -> bool:
     by_itself = record.exit_code is not None and record.exit_code[1] not in (0, 15)
     if by_itself or record.reason == "JobLaunchFailure":
         return False
-    if record.time_limit is None or record.start_time is None or record.end_time is None:
+    if record.limit_ends is None or record.end_time is None:
         return True
-    return record.end_time < record.start_time + record.time_limit - timedelta(seconds=2)
+    return record.end_time < record.limit_ends - timedelta(seconds=2)

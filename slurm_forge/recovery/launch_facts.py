@@ -108,6 +108,9 @@ class LaunchFacts:
     deadline_passed: bool = False
     rank_signals: tuple[str, ...] = ()
     batch_signals: tuple[str, ...] = ()
+    #: How long after the stop was asked for that was, the first time; None where it was not, or
+    #: came after the launch.
+    batch_signalled_after: timedelta | None = None
     #: The batch step was signalled after all that Slurm has answered: no record explains that.
     signalled_since: bool = False
     failures: tuple[RankFailure, ...] = ()

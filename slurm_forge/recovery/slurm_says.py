@@ -60,6 +60,9 @@ SAME_START = timedelta(seconds=60)
 #: A signal that comes within this time of the recorded end, lead and Slurm's own scan included.
 _SIGNAL_EARLY = timedelta(seconds=90)
 
+#: Two things that Slurm does at once, by its clock in whole seconds.
+_SAME_MOMENT = timedelta(seconds=2)
+
 #: In srun's and slurmstepd's own lines: ranks write about nodes, too.
 _NODE_FAILURE = re.compile(
     r"(?:srun|slurmstepd)[^:\s]*: .*?"
@@ -178,9 +181,17 @@ def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
     job = _ended_in_grace(facts)
     if job is None or facts.grace is None or job.end_time is None or job.preempt_time is None:
         return None
-    over = job.preempt_time + facts.grace
-    if job.start_time is not None and job.time_limit is not None:
-        over = min(over, job.start_time + job.time_limit - timedelta(seconds=1))
+    noticed = None if facts.job is None else facts.job.preempt_time
+    begun = min(job.preempt_time, noticed or job.preempt_time)
+    if noticed is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
+        # Slurm sets PreemptTime anew when the grace time is over (_job_check_grace_internal in
+        # src/interfaces/preempt.c): only a signal at once for the batch step tells a scancel.
+        after = facts.batch_signalled_after
+        if after is None or after >= facts.grace - _SAME_MOMENT:
+            return None
+    over = begun + facts.grace
+    if job.limit_ends is not None:
+        over = min(over, job.limit_ends - timedelta(seconds=1))
     if job.end_time >= over - timedelta(seconds=1):
         return None
     text = (
@@ -202,8 +213,10 @@ def needs_accounting(facts: LaunchFacts) -> bool:
     if judged is None or _ended_in_grace(facts) is not None:
         return judged is not None
     cause, confidence, _ = judged
+    if cause is Cause.NODE_FAIL and not (facts.batch_signals and is_ending(facts)):
+        return False  # the job goes on without the node
     doubtful = confidence is not Confidence.CERTAIN
-    return doubtful and cause in (Cause.USER_CANCELLED, Cause.ADMIN_REQUEUE)
+    return doubtful and cause in (Cause.USER_CANCELLED, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL)
 
 
 def _by_accounting(facts: LaunchFacts) -> Judged | None:
@@ -355,11 +368,10 @@ def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
     """
     if job.state is JobState.TIMEOUT:
         return True
-    if job.end_time is None or job.time_limit is None or job.start_time is None:
+    if job.end_time is None or job.limit_ends is None:
         return False
-    planned = job.start_time + job.time_limit
     near = job.end_time - facts.slurm_now <= facts.lead + _SIGNAL_EARLY
-    return job.end_time >= planned - timedelta(seconds=2) and near
+    return job.end_time >= job.limit_ends - timedelta(seconds=2) and near
 
 
 def failed_node(facts: LaunchFacts) -> str:

@@ -69,8 +69,8 @@ def _may_be_warning(record: JobRecord | None, now: datetime, lead: timedelta) ->
     """Whether the job runs undisturbed, and its limit is near but not so near as the lead."""
     if record is None or record.state not in _RUNS or record.preempt_time is not None:
         return False
-    start, limit, end = record.start_time, record.time_limit, record.end_time
-    if start is None or limit is None or end is None:
+    limit, end = record.limit_ends, record.end_time
+    if limit is None or end is None:
         return False
-    moved = end < start + limit - _ROUNDED
+    moved = end < limit - _ROUNDED
     return not moved and lead < end - now <= lead + _EARLY

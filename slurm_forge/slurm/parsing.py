@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from datetime import datetime, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from typing import TypeVar
 
 from slurm_forge.errors import SlurmCommandError
@@ -243,6 +243,7 @@ def _job(read: _Fields) -> JobRecord:
         preempt_eligible_time=read.time("PreemptEligibleTime"),
         preempt_time=read.time("PreemptTime"),
         suspend_time=read.time("SuspendTime"),
+        before_suspension=read.value("SecsPreSuspend", _seconds),
         time_limit=read.value("TimeLimit", to_limit),
         partition=read.text("Partition"),
         nodelist=read.text("NodeList"),
@@ -401,6 +402,11 @@ def _number(text: str | None) -> int | None:
 def _memory(text: str | None) -> int | None:
     value = to_optional(text)
     return None if value is None else parse_memory(value)
+
+
+def _seconds(text: str | None) -> timedelta | None:
+    value = to_optional(text)
+    return None if value is None else timedelta(seconds=int(value))
 
 
 def _assigned(nodelist: str | None) -> str | None:

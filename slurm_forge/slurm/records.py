@@ -81,7 +81,9 @@ class JobRecord:
     end_time: datetime | None = None
     preempt_eligible_time: datetime | None = None
     preempt_time: datetime | None = None
+    #: When it was suspended or resumed last, and how long it had run by then.
     suspend_time: datetime | None = None
+    before_suspension: timedelta | None = None
     #: ``None`` is no limit or the partition's.
     time_limit: timedelta | None = None
     partition: str | None = None
@@ -101,6 +103,19 @@ class JobRecord:
     stdout: str | None = None
     comment: str | None = None
     unrecognized: tuple[Unrecognized, ...] = ()
+
+    @property
+    def limit_ends(self) -> datetime | None:
+        """When its time limit is over; time for which it was suspended does not count.
+
+        As _job_suspend_op in Slurm's src/slurmctld/job_mgr.c reckons at a resume.  None where it
+        has no limit, or has not begun.
+        """
+        if self.start_time is None or self.time_limit is None:
+            return None
+        if self.suspend_time is None or self.before_suspension is None:
+            return self.start_time + self.time_limit
+        return self.suspend_time + self.time_limit - self.before_suspension
 
     @property
     def job_ref(self) -> str:

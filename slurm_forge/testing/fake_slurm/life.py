@@ -221,8 +221,9 @@ class JobLife(Registry):
         if not job.runs:
             return
         job.in_grace = False
-        # Also without a grace time, until it is requeued (tried on 22.05.8 and 26.05.3).
-        job.preempt_time = job.preempt_time or self.clock.now
+        # Also without a grace time, until it is requeued (tried on 22.05.8 and 26.05.3); anew at
+        # the end of one (_job_check_grace_internal in Slurm's src/interfaces/preempt.c).
+        job.preempt_time = self.clock.now
         if self._returns(job):
             self._back(job, JobState.PREEMPTED)
             self._terminate(job)

@@ -610,8 +610,8 @@ def test_where_nobody_listens_in_the_batch_step_a_ranks_second_signal_is_the_job
     until(lambda: (stage.watch.latest or RUNNING).preempt_time, "the answer to the notice")
     cancelled = {"state": JobState.COMPLETING, "end_time": stage.clock.now()}
     stage.slurm.answer = replace(stage.slurm.answer, **cancelled)
-    stage.notice(rank=0)
     before = stage.slurm.asked
+    stage.notice(rank=0)
     until(lambda: stage.slurm.asked > before and not stage.watch.asking, "the next answer")
     for rank in stage.ranks:
         rank.stay.set()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank
+from slurm_forge.recovery.endings import is_cancelled
 from slurm_forge.recovery.launch_facts import WorkerEnd
 from slurm_forge.recovery.probing import Found
+from slurm_forge.recovery.slurm_says import needs_accounting
 from slurm_forge.slurm.records import AccountingRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -425,3 +427,94 @@ def test_a_cancelled_step_is_sruns_to_tell_whatever_agents_saw() -> None:
     text = STEP + ABORTED + killed(0) + killed(1)
     incident = judged(lost=ALL_LOST, ends=ends, exit_status=137, launcher_text=text)
     assert incident.cause is Cause.USER_CANCELLED
+
+
+# -- times ---------------------------------------------------------------------------------------
+
+#: Two hours long, suspended for one of three, and resumed an hour ago.
+SUSPENDED = job(
+    start_time=NOW - timedelta(hours=2, minutes=30),
+    time_limit=timedelta(hours=2),
+    suspend_time=NOW - timedelta(hours=1),
+    before_suspension=timedelta(minutes=30),
+    end_time=NOW + timedelta(minutes=30),
+)
+
+
+def test_the_limit_of_a_job_that_was_suspended_is_later() -> None:
+    assert SUSPENDED.limit_ends == SUSPENDED.end_time
+    ending = replace(SUSPENDED, state=JobState.COMPLETING, end_time=NOW)
+    signals = {"rank_signals": ("SIGTERM",), "batch_signals": ("SIGTERM",)}
+    cancelled = judged(**signals, job_first=SUSPENDED, job=ending)
+    assert cancelled.cause is Cause.USER_CANCELLED
+    assert is_cancelled(ending)
+    late = NOW + timedelta(minutes=30, seconds=20)
+    over = replace(ending, end_time=late)
+    timed_out = classify(LaunchFacts(now=late, **signals, job_first=SUSPENDED, job=over), "3.2")
+    assert timed_out.cause is Cause.TIME_LIMIT
+    assert not is_cancelled(over)
+
+
+@pytest.mark.parametrize("ahead", [timedelta(hours=1), timedelta(0), timedelta(hours=-1)])
+def test_slurms_times_are_compared_with_slurms_clock(ahead: timedelta) -> None:
+    began = NOW - timedelta(hours=3, minutes=10)
+    running = job(
+        start_time=began, time_limit=timedelta(hours=4), end_time=began + timedelta(hours=4)
+    )
+    clocks = {"clock_ahead": ahead, "rank_signals": ("SIGTERM",), "job_first": running}
+    step = LaunchFacts(now=NOW + ahead, launcher_text=STEP + ABORTED, job=running, **clocks)
+    assert classify(step, "3.2").cause is Cause.USER_CANCELLED
+    end = running.end_time
+    assert end is not None
+    ending = replace(running, state=JobState.COMPLETING)
+    over = LaunchFacts(now=end + ahead, job=ending, **clocks)
+    assert classify(over, "3.2").cause is Cause.TIME_LIMIT
+
+
+GRACE = timedelta(seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("noticed", "after", "cause"),
+    [
+        (None, None, Cause.PREEMPTED),
+        (None, GRACE, Cause.PREEMPTED),
+        (NOW, GRACE, Cause.PREEMPTED),
+        (None, timedelta(0), Cause.USER_CANCELLED),
+    ],
+)
+def test_the_end_of_a_grace_time_is_no_cancellation(
+    noticed: datetime | None, after: timedelta | None, cause: Cause
+) -> None:
+    """Slurm sets PreemptTime anew then; a scancel in the moment of the notice looks the same."""
+    over = NOW + timedelta(seconds=31)
+    ending = job(JobState.COMPLETING, preempt_time=over, end_time=over)
+    notice = None if noticed is None else job(preempt_time=noticed, end_time=noticed + GRACE)
+    incident = judged(
+        grace=GRACE,
+        rank_signals=("SIGTERM",),
+        batch_signals=("SIGTERM",),
+        batch_signalled_after=after,
+        job=notice,
+        job_now=ending,
+    )
+    assert incident.cause is cause
+
+
+@pytest.mark.parametrize(
+    ("signals", "needed"), [(("SIGTERM",), True), ((), False)], ids=["cancelled", "lost"]
+)
+def test_accounting_tells_a_scancel_from_a_node_that_srun_could_not_reach(
+    signals: tuple[str, ...], needed: bool
+) -> None:
+    text = "srun: error: Task launch for StepId=7.0 failed on node n2: Connection refused\n"
+    facts = LaunchFacts(
+        now=NOW,
+        rank_signals=signals,
+        batch_signals=signals,
+        launcher_text=text,
+        job_first=RUNNING,
+        job=job(JobState.COMPLETING, end_time=NOW) if signals else RUNNING,
+    )
+    assert classify(facts, "3.2").cause is Cause.NODE_FAIL
+    assert needs_accounting(replace(facts, job_now=facts.job)) is needed
