@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.launch.container_environment import container_environment
 from slurm_forge.launch.gpu_options import gpus_per_node
-from slurm_forge.launch.shield import handed_on
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Backend, Container
@@ -104,7 +104,7 @@ def into_container(
     if file.job.container is None or at is None:
         return dict(variables)
     names = {*file.env, *file.job.env, *(each.name for each in plan.variables)}
-    return handed_on(command[at:], variables, also=names)
+    return container_environment(command[at:], variables, also=names)
 
 
 def _image(image: str, file: RunFile) -> str:

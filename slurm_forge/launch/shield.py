@@ -18,8 +18,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -35,19 +35,15 @@ from slurm_forge.descendants import (
 )
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs, torchrun_variables
+from slurm_forge.launch.container_environment import container_environment
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 
-__all__ = ["Teller", "filled", "handed_on", "main", "ranks_below", "variables_for"]
+__all__ = ["Teller", "filled", "main", "ranks_below", "variables_for"]
 
 _CONNECT_S = 30.0
 _END_WITHIN_S = 5.0
 _LAST_WORDS_S = 1.0
-#: Words that make a container forget the environment of its host.
-_CLEAN = frozenset({"--cleanenv", "-e", "--containall", "-C"})
-#: What ranks have to know all the same.
-_KEPT = ("SLURM", "MASTER_", "OMP_NUM_THREADS", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "HIP_VISIBLE_")
-_CONTAINERS = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
 
 
 class Teller:
@@ -127,23 +123,7 @@ def variables_for(
     if "--node-rank={node_rank}" in words and environment is not None:
         step = f"{environment.job_id}.{environment.step}"
         found.update(torchrun_variables(step, ours=ours))
-    return handed_on(words, found)
-
-
-def handed_on(
-    words: Sequence[str], variables: Mapping[str, str], also: Collection[str] = ()
-) -> dict[str, str]:
-    """The environment of a command that starts with a container, which may forget it.
-
-    Then what ranks have to know, and ``also``, is handed on by the runtime's own names for it.
-    """
-    found = dict(variables)
-    prefix = _CONTAINERS.get(PurePath(words[0]).name)
-    if prefix is not None and not _CLEAN.isdisjoint(words):
-        for name, value in variables.items():
-            if name.startswith(_KEPT) or name in also:
-                found.setdefault(prefix + name, value)
-    return found
+    return container_environment(words, found)
 
 
 def ranks_below(root: int, proc: Path = Path("/proc")) -> tuple[int, ...]:
