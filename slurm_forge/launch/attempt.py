@@ -202,11 +202,12 @@ class Attempt:
         """
         before = self.incident
         cancelled = incident.cause is Cause.USER_CANCELLED
-        if before is not None and before.cause is incident.cause:
-            return
-        if before is None or not is_unexplained(before):
-            if not cancelled:
-                return  # a signal that follows from what was decided
+        if before is not None and is_unexplained(before):
+            if is_unexplained(incident):
+                return
+        elif not cancelled or (before is not None and before.cause is incident.cause):
+            return  # a signal that follows from what was decided
+        else:
             incident = replace(incident, id=f"{incident.id}.cancelled")
         self.incident = incident
         self._cannot_write(IncidentSeen(incident=incident))

@@ -16,6 +16,8 @@ class BatchSignals:
     """Passes signals for the batch step on to the conductor of the launch that is on."""
 
     early: tuple[str, ...] = ()
+    #: Whether one has told the batch step to end, of whichever launch.
+    terminated: bool = False
     _conductor: Conductor | None = None
     _seen: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -23,6 +25,7 @@ class BatchSignals:
     def signal(self, signal: Signals) -> None:
         """One has come: for the launch that is on, else for the next."""
         with self._lock:
+            self.terminated = self.terminated or signal is Signals.SIGTERM
             if self._conductor is not None:
                 self._conductor.signal(signal.name)
             else:

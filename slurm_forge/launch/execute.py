@@ -129,7 +129,7 @@ def _in_job(
         say(str(error))
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, via, error)
+        return _stranded(slurm, environment, via, error, signals)
     if isinstance(begun, Refusal):
         say(refused(run, begun))
         nothing_to_do(run, begun, environment.job_ref, slurm)
@@ -162,17 +162,26 @@ def _in_job(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, via, error)
+        return _stranded(slurm, environment, via, error, signals)
     finally:
         watch.close()
         sentinel.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
+def _stranded(
+    slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError, signals: ProgramSignals
+) -> int:
     """Nothing of the run can be known, or written down."""
     reason, count = f"the run directory: {error}", environment.restart_count
     job, in_chain = environment.job_ref, via == VIA_ARRAY
-    done = leave_to_slurm(slurm, job, reason, restart_count=count, in_chain=in_chain)
+    done = leave_to_slurm(
+        slurm,
+        job,
+        reason,
+        restart_count=count,
+        in_chain=in_chain,
+        signalled=lambda: signals.terminated,
+    )
     say(f"the run directory can't be used ({error}): {done}")
     return 1
 

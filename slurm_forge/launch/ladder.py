@@ -39,6 +39,7 @@ _SHORT_PAUSES_FOR_S = 60.0
 PATIENCE = timedelta(minutes=5)
 _REQUEUE = "scontrol requeue"
 _HOLD = "scontrol requeuehold"
+_NOT_SAID = "Slurm has not said yet what the job is ended for"
 _QUICK = timedelta(seconds=3)
 _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
 
@@ -128,6 +129,8 @@ class Ladder:
         self._fence = fence
         self._restart_count = restart_count
         self._is_requested = False
+        #: What Slurm has last said of this start of the job.
+        self._seen: JobRecord | None = None
         self._known_successor = successor
         #: For questions whose answer can be done without.
         self._quick = slurm.with_timeout(_QUICK) if isinstance(slurm, SubprocessSlurm) else slurm
@@ -165,7 +168,7 @@ class Ladder:
         # A signal may have come while Slurm was asked.
         settled = self._explained() or self._settled() or self._explained()
         if settled is Settled.UNKNOWN:
-            return self._left_open(_REQUEUE, "Slurm has not said yet what the job is ended for")
+            return self._left_open(_REQUEUE, _NOT_SAID)
         if settled is not None:
             return self._found(settled, update, wait)
         self._check_fence()  # Slurm may have taken its time to answer
@@ -206,15 +209,19 @@ class Ladder:
     def hold(self, reason: str) -> Comeback:
         """Put the job into the queue, held, with the reason beside it; raises only a fence.
 
-        Where Slurm refuses that, the run rests out of the queue: that it is held, and why, is in
-        its journal in any case.
+        Where Slurm refuses that, or does not say what the job is ended for, the run rests out of
+        the queue: that it is held, and why, is in its journal in any case.
         """
         self._check_fence()
-        if self._explained() is Settled.CANCELLED:
+        settled = self._explained()
+        if settled is Settled.CANCELLED:
             return Comeback(Taken.CANCELLED, "the job was cancelled")
+        held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
+        if settled is Settled.UNKNOWN:  # the same request revives a job that was cancelled
+            self._note(held)
+            return self._at_rest(_NOT_SAID)
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
             self._quick.update_job(self._job, JobUpdate(comment=comment_of(reason)))
-        held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
         # Before Slurm is asked, because it ends us.
         self._note(held)
         reply, settled = self._persist(self._slurm.requeue_hold)
@@ -226,12 +233,14 @@ class Ladder:
             # Somebody has requeued it meanwhile, and it would start again.
             reply = RequeueReply(RequeueOutcome.REFUSED, "it waits in the queue, and can't be held")
         if not reply.in_queue:
-            text = " ".join(reply.stderr.split()) or reply.outcome.value
-            self._note(RequeueFailed(job=self._job, method=_HOLD, reason=text))
-            return Comeback(Taken.REST, text)
+            return self._at_rest(" ".join(reply.stderr.split()) or reply.outcome.value)
         # Whoever releases the job is believed by this: without it Slurm may have started it itself.
         self._note(replace(held, confirmed=True))
         return Comeback(Taken.HELD, reply.outcome.value)
+
+    def _at_rest(self, why: str) -> Comeback:
+        self._note(RequeueFailed(job=self._job, method=_HOLD, reason=why))
+        return Comeback(Taken.REST, why)
 
     def rest(self, reason: str) -> None:
         """The run rests without its job being put into the queue: nothing else is there."""
@@ -293,7 +302,8 @@ class Ladder:
         """What somebody else has made of the job since we began, as far as Slurm answers quickly.
 
         Somebody else's requeue is as good as ours: a second one would end the new start.  And a job
-        that was cancelled is not to be revived; ``again``: we know that nobody else had ended it.
+        that was cancelled is not to be revived.  ``again``: we have requested it ourselves, and an
+        end before its time that has begun since is somebody's wish.
         """
         try:
             record = self._quick.show_job(self._job)
@@ -305,12 +315,23 @@ class Ladder:
         return None if record is None else self._settled_by(record, again=again)
 
     def _settled_by(self, record: JobRecord, *, again: bool = False) -> Settled | None:
-        if record.restarts <= self._restart_count:
-            ended = is_cancelled(record) if again else record.state is JobState.CANCELLED
-            return Settled.CANCELLED if ended else None
         if record.state is JobState.CANCELLED:
             return Settled.CANCELLED
-        return Settled.RUNS if record.state in _RUNS else Settled.WAITS
+        if record.restarts > self._restart_count:
+            return Settled.RUNS if record.state in _RUNS else Settled.WAITS
+        before, self._seen = self._seen, record
+        if not again or not is_cancelled(record):
+            return None
+        if before is not None and before.state is not JobState.COMPLETING:
+            return Settled.CANCELLED
+        # It may have been ending before it was requested.
+        if self._explain is None:
+            return Settled.CANCELLED if before is None else None
+        known = self._explain.record()
+        if known is not None and known.state is JobState.COMPLETING:
+            return None  # that end is explained
+        cancelled = self._explain.cause(record) is Cause.USER_CANCELLED
+        return Settled.CANCELLED if cancelled else None
 
     def _found(
         self,

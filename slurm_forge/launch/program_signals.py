@@ -102,6 +102,11 @@ class ProgramSignals:
         with self._lock:
             return tuple(name for name, of_batch in self._early if of_batch)
 
+    @property
+    def terminated(self) -> bool:
+        """Whether one has told the batch step to end, of whichever start."""
+        return self._terminated.is_set()
+
     def wait(self, seconds: float) -> None:
         """Between two starts; a signal ends the wait, for the next start to act on."""
         if seconds > 0 and not self._early and not self.stopping:

@@ -6,36 +6,52 @@ Without the journal nothing can be counted but Slurm's own restarts.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.launch.chain import chain_of, comment_of
 from slurm_forge.launch.evidence import with_accounting
+from slurm_forge.launch.ladder import PATIENCE
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["leave_to_slurm"]
 
 _LATER = timedelta(minutes=3)
+_BETWEEN_S = 1.0
 #: Storage that has not come back after so many starts is for a person to see to.
 _MOST_RESTARTS = 20
 
 
 def leave_to_slurm(
-    slurm: Slurm, job: str, reason: str, *, restart_count: int, in_chain: bool = False
+    slurm: Slurm,
+    job: str,
+    reason: str,
+    *,
+    restart_count: int,
+    in_chain: bool = False,
+    signalled: Callable[[], bool] = lambda: False,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """Requeue the job for later, or hold it where that was tried often; what became of it.
 
     A job that somebody has cancelled, for the failing storage perhaps, is left alone.
 
     ``in_chain``: it is a task of an array of the run, of which the next one is started later.
+    ``signalled`` says whether the batch step was told to end.  A plain ``scancel`` tells it in the
+    same moment: then nothing is requested before Slurm has said what the job is ended for.
     """
     comment = JobUpdate(comment=comment_of(reason))
+    record = _record(slurm, job, signalled, sleep, clock)
     chain = chain_of(job, 1 if in_chain else None, slurm)
     waiting = None if chain is None else chain.waiting()
-    if _is_cancelled(slurm, job, restart_count):
+    if record is not None and _is_cancelled(slurm, job, record, restart_count):
         if chain is not None and waiting:
             chain.hold(waiting, f"task {job} was cancelled")
         return "it was cancelled, and stays that"
@@ -43,6 +59,11 @@ def leave_to_slurm(
         with contextlib.suppress(SlurmCommandError):
             chain.update(waiting, replace(comment, start_after=_LATER))
         return f"left to task {chain.ref(waiting[0])}"
+    if record is None and signalled():
+        return (
+            "not requeued, because Slurm does not say what the job is ended for; "
+            "slurm-forge requeue lets the run go on"
+        )
     with contextlib.suppress(SlurmCommandError):
         slurm.update_job(job, comment)
     if restart_count >= _MOST_RESTARTS:
@@ -56,13 +77,31 @@ def leave_to_slurm(
     return "requeued"
 
 
-def _is_cancelled(slurm: Slurm, job: str, restart_count: int) -> bool:
+def _record(
+    slurm: Slurm,
+    job: str,
+    signalled: Callable[[], bool],
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> JobRecord | None:
+    """The job's record, asked for after the signal where one has come; None where Slurm is silent.
+
+    A silent one is asked again once we are signalled: where it ends the job, until it ends us.
+    """
+    until = clock() + PATIENCE.total_seconds()
+    while True:
+        before = signalled()
+        with contextlib.suppress(SlurmCommandError):
+            record = slurm.show_job(job)
+            if record is not None and before == signalled():
+                return record
+        if not signalled() or clock() >= until:
+            return None
+        sleep(_BETWEEN_S)
+
+
+def _is_cancelled(slurm: Slurm, job: str, record: JobRecord, restart_count: int) -> bool:
     """Whether somebody has cancelled it, as far as Slurm says so."""
-    record = None
-    with contextlib.suppress(SlurmCommandError):
-        record = slurm.show_job(job)
-    if record is None:
-        return False
     facts = LaunchFacts(
         now=datetime.now(timezone.utc),
         restart_count=restart_count,

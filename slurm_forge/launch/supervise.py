@@ -104,7 +104,7 @@ def supervise(
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, via, error)
+        return _stranded(slurm, environment, via, error, current)
     if isinstance(begun, Refusal):
         sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
         nothing_to_do(run, begun, environment.job_ref, slurm)
@@ -131,12 +131,14 @@ def supervise(
         begun.end(TAKEN_OVER)
         return 0
     except OSError as error:
-        return _stranded(slurm, environment, via, error)
+        return _stranded(slurm, environment, via, error, current)
     finally:
         watch.close()
 
 
-def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError) -> int:
+def _stranded(
+    slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError, current: BatchSignals
+) -> int:
     """The run directory can't be used: nothing of the run can be known, or written down."""
     done = leave_to_slurm(
         slurm,
@@ -144,6 +146,7 @@ def _stranded(slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSEr
         f"the run directory: {error}",
         restart_count=environment.restart_count,
         in_chain=via == VIA_ARRAY,
+        signalled=lambda: current.terminated,
     )
     sys.stderr.write(f"slurm_forge: the run directory can't be used ({error}): {done}\n")
     return 1

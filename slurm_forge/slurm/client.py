@@ -333,11 +333,12 @@ class SubprocessSlurm:
         try:
             done = self.runner(argv, timeout, environment)
         except OSError as error:
+            missing = isinstance(error, _NOT_HERE)
             raise SlurmUnreachableError(
                 argv,
-                COMMAND_NOT_FOUND,
+                COMMAND_NOT_FOUND if missing else _NOT_STARTED,
                 f"{argv[0]} can't be started: {error.strerror or error}",
-                next_step=_NO_SLURM,
+                next_step=_NO_SLURM if missing else _TRY_LATER,
             ) from None
         if done.returncode is None:
             waited = f"no answer within {timeout.total_seconds():g} s. {done.stderr}"
@@ -349,6 +350,10 @@ class SubprocessSlurm:
 
 #: What shells say of a command that does not exist.
 COMMAND_NOT_FOUND = 127
+#: What they say of one that exists.  Every other error, of a node without room for one more process
+#: or a file system that is away, may be over in a moment.
+_NOT_STARTED = 126
+_NOT_HERE = (FileNotFoundError, PermissionError, NotADirectoryError)
 _TRY_LATER = "See whether `scontrol ping` answers, and try again when it does."
 _CORRECTED = (
     ("invalid partition", "Write one that `sinfo -s` lists: resources.partition."),

@@ -2,27 +2,34 @@ from __future__ import annotations
 
 import errno
 import sys
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm_forge.control import BRIEF_KEY, LaunchBrief
 from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import AppendFile
-from slurm_forge.journal import RunStatus
+from slurm_forge.journal import RunStatus, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.launch.asked_back import reconcile
 from slurm_forge.launch.attempt import Attempt, Refusal, begin
-from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.classify import LostRank, RankFailure
 from slurm_forge.recovery.stalls import Stall
 from slurm_forge.recovery.stragglers import Straggler, Why
+from slurm_forge.report.explain import explain
+from slurm_forge.report.explain_text import explain_text
+from slurm_forge.report.facts import RunFacts
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
@@ -167,6 +174,57 @@ def test_an_attempt_that_was_overtaken_launches_and_finishes_nothing(run: RunDir
     with pytest.raises(FencedError):
         old.conclude(FINISHED)
     assert not run.is_done()
+
+
+UNEXPLAINED = LaunchFacts(now=NOW, step=7, rank_signals=("SIGTERM",))
+
+
+def test_a_preemption_that_slurm_tells_of_later_is_one_incident_and_certain(
+    run: RunDirectory,
+) -> None:
+    attempt = started(run)
+    launch(attempt)
+    assert conclude(attempt, UNEXPLAINED).action is Action.REQUEUE
+    attempt.journal.write(ev.RequeueIntended(job="42", method="scontrol requeue", reason="why"))
+    attempt.learn(classify(PREEMPTED, attempt.incident_id))
+    attempt.learn(classify(UNEXPLAINED, attempt.incident_id))  # what is known stays known
+    (told,) = attempt.state().attempts
+    ((_, incident),) = told.incidents
+    assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
+    assert len(told.decisions) == 1
+    records, _ = read_journal(run)
+    now = time.time()
+    facts = RunFacts(
+        name="tiny", path=str(run.path), reference="tiny", now=now, records=tuple(records)
+    )
+    text = explain_text(explain(facts), now=now, reference="tiny")
+    assert "PreemptTime=12:00:00" in text and "is not known yet" not in text, text
+    assert (text.count("preempted"), text.count("to be requeued")) == (1, 1), text
+
+
+def test_a_preemption_that_slurm_has_told_of_needs_no_person(run: RunDirectory) -> None:
+    """``watch`` brings it back also once Slurm has forgotten the job."""
+
+    class Forgets:
+        def show_job(self, job: str) -> None:
+            return None
+
+        def accounting(self, job: str) -> tuple[()]:
+            return ()
+
+        queue = accounting
+
+        def requeue(self, job: str) -> RequeueReply:
+            return RequeueReply(RequeueOutcome.REQUEUED, "")
+
+    attempt = started(run)
+    launch(attempt)
+    conclude(attempt, UNEXPLAINED)
+    attempt.journal.write(ev.RequeueIntended(job="42", method="scontrol requeue", reason="why"))
+    slurm: Any = Forgets()
+    assert not reconcile(run, slurm, by_person=False).changed
+    attempt.learn(classify(PREEMPTED, attempt.incident_id))
+    assert reconcile(run, slurm, by_person=False).changed
 
 
 def full(file: AppendFile, line: bytes, sync: bool = False) -> None:

@@ -97,6 +97,8 @@ def test_a_stop_while_slurm_answers_late(
     for incident in incidents:
         unknown = incident.confidence is Confidence.GUESS
         assert incident.cause in RIGHT[end] or unknown, story
+    if end is End.PREEMPTION and answers is Answers.AFTER_4_S and grace > 0:
+        assert [each.confidence for each in incidents] == [Confidence.CERTAIN], story
 
 
 @pytest.mark.parametrize("mode", [REQUEUE, CANCEL])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +17,17 @@ from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFaile
 from slurm_forge.launch.ladder import PATIENCE, Comeback, Explain, Ladder, Taken
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
-from slurm_forge.slurm.client import JobUpdate
+from slurm_forge.slurm.client import JobUpdate, SubprocessSlurm
+from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause
 
 SUCCESSOR = "sbatch --dependency=afterany:42 --begin=now job.sbatch"
+SILENT = SlurmUnreachableError(["scontrol"], 124, "no answer")
+ENDING = JobRecord(
+    job_id=42, name="x", state=JobState.COMPLETING, state_text="COMPLETING", restarts=3
+)
 
 
 @dataclass
@@ -65,6 +70,30 @@ class ScriptedSlurm:
             raise self.update_error
 
 
+class EndsMeanwhile(ScriptedSlurm):
+    def requeue(self, job: str) -> RequeueReply:
+        self.job = ENDING
+        return super().requeue(job)
+
+
+@dataclass
+class Explains:
+    """Knows what the job is ended for; ``is_open``: once Slurm says so."""
+
+    means: Cause | None
+    known: JobRecord | None = None
+    is_open: bool = False
+
+    def is_needed(self) -> bool:
+        return self.is_open
+
+    def cause(self, record: JobRecord | None) -> Cause | None:
+        return self.means
+
+    def record(self) -> JobRecord | None:
+        return self.known
+
+
 class Waits(list[float]):
     """Sleeping, on a clock that only moves by it."""
 
@@ -87,7 +116,7 @@ def claim(run: RunDirectory) -> int:
 
 def climb(
     run: RunDirectory,
-    slurm: ScriptedSlurm,
+    slurm: ScriptedSlurm | SubprocessSlurm,
     *,
     script: Path | None = Path("job.sbatch"),
     update: JobUpdate | None = None,
@@ -176,22 +205,9 @@ def test_a_job_that_was_back_before_slurm_fell_silent_is_not_requeued_again(
 ) -> None:
     """That would revive it if a person has cancelled it in the queue."""
 
-    class Explained:
-        def is_needed(self) -> bool:
-            return False
-
-        def cause(self, record: JobRecord | None) -> Cause | None:
-            return Cause.ADMIN_REQUEUE
-
-        def record(self) -> JobRecord | None:
-            state = JobState.COMPLETING
-            return JobRecord(
-                job_id=42, name="x", state=state, state_text=state.value, restarts=restarts
-            )
-
-    silent = SlurmUnreachableError(["scontrol"], 124, "no answer")
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=silent)
-    assert climb(run, slurm, explain=Explained()).taken is Taken.REQUEUED
+    explain = Explains(Cause.ADMIN_REQUEUE, replace(ENDING, restarts=restarts))
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=SILENT)
+    assert climb(run, slurm, explain=explain).taken is Taken.REQUEUED
     assert slurm.asked == asked
 
 
@@ -255,6 +271,21 @@ def test_where_there_is_no_scontrol_a_successor_is_submitted_at_once(run: RunDir
     assert waits == []
 
 
+def test_a_node_that_can_not_start_scontrol_for_a_moment_asks_again(run: RunDirectory) -> None:
+    asked: list[str] = []
+
+    def full(argv: Sequence[str], timeout: timedelta, environment: Mapping[str, str]) -> Completed:
+        if argv[1] == "requeue":
+            asked.append(" ".join(argv))
+            if len(asked) < 3:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return Completed(tuple(argv), 0, "", "")
+
+    slurm = SubprocessSlurm(environment={}, runner=full)
+    assert climb(run, slurm).taken is Taken.REQUEUED
+    assert asked == ["scontrol requeue 42"] * 3
+
+
 def test_a_run_that_is_held_waits_in_the_queue_with_the_reason_beside_it(
     run: RunDirectory,
 ) -> None:
@@ -303,22 +334,84 @@ def test_a_job_that_can_not_be_held_does_not_count_as_held(run: RunDirectory) ->
 def test_a_job_that_is_cancelled_while_slurm_is_waited_for_stays_cancelled(
     run: RunDirectory,
 ) -> None:
-    ending = JobRecord(
-        job_id=42, name="x", state=JobState.COMPLETING, state_text="COMPLETING", restarts=3
-    )
-
-    class Cancelled(ScriptedSlurm):
-        def requeue(self, job: str) -> RequeueReply:
-            self.job = ending  # meanwhile
-            return super().requeue(job)
-
-    slurm = Cancelled([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED])
-    assert climb(run, slurm).taken is Taken.CANCELLED
-    assert slurm.asked == ["requeue 42"]
-    over = replace(ending, state=JobState.CANCELLED)
+    running = replace(ENDING, state=JobState.RUNNING)
+    for before, explain in (
+        (None, None),
+        (running, Explains(Cause.CRASH, running)),
+        (SILENT, Explains(Cause.USER_CANCELLED)),
+        (ENDING, Explains(Cause.USER_CANCELLED, running)),
+    ):
+        slurm = EndsMeanwhile([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED], before)
+        assert climb(run, slurm, explain=explain).taken is Taken.CANCELLED
+        assert slurm.asked == ["requeue 42"]
+    over = replace(ENDING, state=JobState.CANCELLED)
     slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=over)
     assert climb(run, slurm).taken is Taken.CANCELLED
     assert slurm.asked == []
+
+
+@pytest.mark.parametrize("lost", [RequeueOutcome.UNREACHABLE, RequeueOutcome.TRY_AGAIN])
+@pytest.mark.parametrize(
+    ("before", "explain"),
+    [
+        (ENDING, None),
+        (ENDING, Explains(Cause.TIME_LIMIT)),
+        (SILENT, Explains(Cause.TIME_LIMIT, ENDING)),
+        # By what slurmstepd has printed.
+        (SILENT, Explains(Cause.TIME_LIMIT)),
+    ],
+)
+def test_a_job_that_slurm_was_ending_anyway_is_not_taken_for_a_cancelled_one(
+    run: RunDirectory,
+    before: JobRecord | SlurmCommandError,
+    explain: Explain | None,
+    lost: RequeueOutcome,
+) -> None:
+    """By a limit that its record does not tell of: GrpWall, a deadline, a reservation's end."""
+    slurm = EndsMeanwhile([lost, RequeueOutcome.REQUEUED], before)
+    assert climb(run, slurm, explain=explain).taken is Taken.REQUEUED
+    assert slurm.asked == ["requeue 42"] * 2
+    assert fold(read_journal(run)[0]).status is RunStatus.REQUEUED
+
+
+def test_an_end_that_slurm_explains_while_it_is_waited_for_is_no_cancellation(
+    run: RunDirectory,
+) -> None:
+    explain = Explains(Cause.TIME_LIMIT)
+
+    class EndsTheJob(EndsMeanwhile):
+        """And signals the batch step."""
+
+        def requeue(self, job: str) -> RequeueReply:
+            explain.is_open = not self.asked
+            return super().requeue(job)
+
+        def show_job(self, job: str) -> JobRecord | None:
+            found = super().show_job(job)
+            explain.is_open = False
+            return found
+
+    running = replace(ENDING, state=JobState.RUNNING)
+    slurm = EndsTheJob([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED], running)
+    assert climb(run, slurm, explain=explain).taken is Taken.REQUEUED
+
+
+def test_a_hold_of_a_job_that_slurm_was_ending_anyway_is_a_hold(run: RunDirectory) -> None:
+    slurm = EndsMeanwhile([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED], SILENT)
+    explain = Explains(Cause.TIME_LIMIT, ENDING)
+    assert climb(run, slurm, hold="why", explain=explain).taken is Taken.HELD
+
+
+def test_a_hold_waits_for_what_the_job_is_ended_for(run: RunDirectory) -> None:
+    """The same request would put a job that somebody has cancelled back into the queue."""
+    waits = Waits()
+    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=SILENT)
+    explain = Explains(Cause.USER_CANCELLED, is_open=True)
+    assert climb(run, slurm, hold="why", waits=waits, explain=explain).taken is Taken.REST
+    assert slurm.asked == []
+    assert waits.now() == pytest.approx(PATIENCE.total_seconds(), abs=30)
+    state = fold(read_journal(run)[0])
+    assert (state.status, state.reason, state.held) == (RunStatus.HELD, "why", None)
 
 
 def test_the_new_start_of_a_job_is_not_changed(run: RunDirectory) -> None:

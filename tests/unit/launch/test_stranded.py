@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
+from signal import Signals
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
+from slurm_forge.launch.batch_signals import BatchSignals
+from slurm_forge.launch.program_signals import ProgramSignals
 from slurm_forge.launch.stranded import leave_to_slurm
 from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
@@ -34,9 +39,13 @@ class Slurm:
     #: None: it does not answer what it is only asked.
     job: JobRecord | None = RUNNING
     accounted: JobState | None = None
+    #: How often it does not answer at first.
+    silent: int = 0
+    signalled: bool = False
 
     def show_job(self, job: str) -> JobRecord:
-        if self.job is None:
+        self.silent -= 1
+        if self.job is None or self.silent >= 0:
             raise SlurmUnreachableError(["scontrol"], 124, "no answer")
         return self.job
 
@@ -98,6 +107,60 @@ def test_a_job_that_was_cancelled_is_not_revived(
     slurm = Slurm(job=job, accounted=accounted)
     leave_to_slurm(slurm, "7", "stale handle", restart_count=0)  # type: ignore[arg-type]
     assert ("requeue 7" not in slurm.asked) is stays
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_job_that_was_signalled_is_not_requeued_before_slurm_says_why(stays: bool) -> None:
+    """A ``scancel`` signals the batch step: Slurm may be slow to say so, and take the requeue."""
+    slurm = Slurm(job=ENDING if stays else replace(ENDING, preempt_time=NOW), silent=3)
+    waits: list[float] = []
+    leave_to_slurm(
+        slurm, "7", "stale handle", restart_count=0, signalled=lambda: True,  # type: ignore[arg-type]
+        sleep=waits.append, clock=lambda: sum(waits),
+    )  # fmt: skip
+    assert ("requeue 7" not in slurm.asked) is stays
+    assert len(waits) == 3
+
+
+def test_a_job_that_was_signalled_is_left_alone_while_slurm_is_silent() -> None:
+    slurm, waits = Slurm(job=None), list[float]()
+    done = leave_to_slurm(
+        slurm, "7", "stale handle", restart_count=0, signalled=lambda: True,  # type: ignore[arg-type]
+        sleep=waits.append, clock=lambda: sum(waits),
+    )  # fmt: skip
+    assert slurm.asked == []
+    assert "slurm-forge requeue" in done
+
+
+def test_a_job_that_is_signalled_while_slurm_answers_is_asked_about_again() -> None:
+    """What Slurm says then may be from before."""
+
+    class Late(Slurm):
+        def show_job(self, job: str) -> JobRecord:
+            found = RUNNING if not self.signalled else ENDING
+            self.signalled = True
+            return found
+
+    slurm = Late()
+    leave_to_slurm(
+        slurm, "7", "stale handle", restart_count=0, signalled=lambda: slurm.signalled,  # type: ignore[arg-type]
+        sleep=lambda _: None,
+    )  # fmt: skip
+    assert slurm.asked == []
+
+
+def test_the_batch_step_is_known_to_be_signalled_in_whichever_launch() -> None:
+    conductor: Any = SimpleNamespace(signal=lambda name: None, unheard=tuple)
+    ranks, program = BatchSignals(), ProgramSignals()
+    ranks.begin(conductor)
+    with program.go_to(conductor):
+        for signal in (Signals.SIGUSR1, Signals.SIGTERM):
+            assert not ranks.terminated and not program.terminated
+            ranks.signal(signal)
+            program.batch(signal)
+    ranks.end()
+    assert not ranks.early and not program.batch_signals_since()
+    assert ranks.terminated and program.terminated
 
 
 def test_what_slurm_refuses_is_told() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.slurm.answers import RequeueOutcome
-from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
+from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.states import JobState
 
@@ -128,6 +129,34 @@ def test_without_slurm_installed_the_user_is_told_what_to_do() -> None:
     assert "scontrol can't be started" in str(failure.value)
     assert "slurm-forge run trains on this machine" in failure.value.next_step
     assert "python -m slurm_forge.testing.cluster up" in failure.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (BlockingIOError(errno.EAGAIN, "fork"), RequeueOutcome.UNREACHABLE),
+        (OSError(errno.ENOMEM, "fork"), RequeueOutcome.UNREACHABLE),
+        (OSError(errno.EMFILE, "pipe"), RequeueOutcome.UNREACHABLE),
+        (OSError(errno.ESTALE, "exec"), RequeueOutcome.UNREACHABLE),
+        (FileNotFoundError(errno.ENOENT, "exec"), RequeueOutcome.NO_COMMAND),
+        (PermissionError(errno.EACCES, "exec"), RequeueOutcome.NO_COMMAND),
+        (NotADirectoryError(errno.ENOTDIR, "exec"), RequeueOutcome.NO_COMMAND),
+    ],
+)
+def test_a_command_that_can_not_be_started_now_is_told_from_one_that_is_not_there(
+    error: OSError, outcome: RequeueOutcome
+) -> None:
+    def fails(argv: Sequence[str], timeout: timedelta, environment: Mapping[str, str]) -> Completed:
+        raise error
+
+    slurm = SubprocessSlurm(environment={}, runner=fails)
+    assert slurm.requeue("5").outcome is outcome
+    with pytest.raises(SlurmUnreachableError) as failure:
+        slurm.show_job("5")
+    missing = outcome is RequeueOutcome.NO_COMMAND
+    assert (failure.value.returncode == COMMAND_NOT_FOUND) is missing
+    assert ("load its Slurm module" in failure.value.next_step) is missing
+    assert ("try again" in failure.value.next_step) is not missing
 
 
 # Slurm 22.05.8 on a machine that has its packages and belongs to no cluster, recorded.
