@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
-from slurm_forge.errors import ForgeError, RunDirectoryError
+from slurm_forge.errors import (
+    CheckpointRejectedError,
+    ForgeError,
+    RunDirectoryError,
+    UnsafeFileError,
+)
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
@@ -23,6 +28,7 @@ from slurm_forge.journal import (
 from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
+    CheckpointCommitted,
     DecisionTaken,
     Event,
     Finished,
@@ -135,6 +141,28 @@ class Attempt:
                 variables=tuple(map(str, state.plan.variables)),
             )
         )
+
+    def note_published(self) -> None:
+        """Journal what the launch published last, where rank 0 was ended before it could.
+
+        For a launch none of whose ranks is left.  How long that save took nobody knows.
+        """
+        from slurm_forge.store.directory import CheckpointStore
+
+        known = {each.name for each in self.state().known}
+        ours = (self.claim.attempt, self.launch)
+        with contextlib.suppress(OSError, UnsafeFileError):
+            store = CheckpointStore(self.run.checkpoints, self.file.job.name)
+            for name in reversed(store.candidates()):
+                if (name.attempt, name.launch) != ours or name in known:
+                    continue
+                with contextlib.suppress(CheckpointRejectedError):
+                    size = store.verify_manifest(name).size
+                    self._cannot_write(
+                        CheckpointCommitted(
+                            name=str(name), step=name.step, reason="stop", seconds=0.0, size=size
+                        )
+                    )
 
     def conclude(self, facts: LaunchFacts, room: Room | None = None) -> Decision | None:
         """Journal how the launch ended; the decision, or None when the run is finished.

@@ -229,6 +229,8 @@ class _Supervisor:
         if self._watch.latest is not None:
             note_unrecognized(attempt, self._watch.latest.unrecognized)
         try:
+            if not facts.finished and facts.stopped_at is None:
+                attempt.note_published()
             return attempt.conclude(
                 gathered(
                     replace(

@@ -29,8 +29,10 @@ from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
+from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision
+from tests.unit.checkpoint.helpers import save, weights
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc)
 CRASHED = LaunchFacts(now=NOW, step=7, lost=(LostRank(1, "n1"),), exit_status=139)
@@ -111,6 +113,22 @@ def test_a_stop_file_keeps_a_run_from_starting_until_it_is_gone(run: RunDirector
     assert start(run) is Refusal.STOP_FILE
     run.stop_file.unlink()
     started(run)
+
+
+def test_what_was_published_last_is_known_where_rank_0_could_not_say_so(run: RunDirectory) -> None:
+    """srun ends the ranks the moment that somebody cancels the job."""
+    attempt = started(run)
+    launch(attempt)
+    store = CheckpointStore(run.checkpoints, attempt.file.job.name)
+    saved = [save(store, weights(0.0), step, 1, 1).name for step in (20, 21)]
+    attempt.journal.write(
+        ev.CheckpointCommitted(name=str(saved[0]), step=20, reason="", seconds=1.0, size=1)
+    )
+    save(store, weights(0.0), 99, 7, 1)  # nothing of this launch
+    attempt.note_published()
+    attempt.note_published()
+    assert attempt.state().committed_step == 21
+    assert [each.name for each in attempt.state().known] == saved
 
 
 def test_a_run_that_is_held_waits_for_a_person(run: RunDirectory) -> None:
