@@ -25,6 +25,7 @@ __all__ = [
     "RunDirectoryError",
     "SlurmCommandError",
     "SlurmUnreachableError",
+    "StorageFullError",
     "SubmissionError",
     "UnsafeFileError",
     "UnsupportedError",
@@ -139,6 +140,10 @@ class ControlChannelError(ForgeError):
 
 class CheckpointError(ForgeError):
     """A checkpoint could not be written or read."""
+
+
+class StorageFullError(CheckpointError):
+    """A checkpoint could not be written: a write found no space or quota left."""
 
 
 class CheckpointRejectedError(CheckpointError):

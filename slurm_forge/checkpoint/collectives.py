@@ -6,6 +6,7 @@ all of them as the same error, and none is left waiting.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_forge.errors import CheckpointError, FencedError, MismatchError, RanksLostError
+from slurm_forge.errors import (
+    CheckpointError,
+    FencedError,
+    MismatchError,
+    RanksLostError,
+    StorageFullError,
+)
 from slurm_forge.vocabulary.json_value import Json
 
 __all__ = ["Ranks"]
@@ -57,8 +64,9 @@ class Ranks:
         """Give every rank what ``decide`` makes of all reports, or the same error.
 
         ``error`` is what went wrong on this rank before.  ``decide`` runs on rank 0, only if no
-        rank had an error; FencedError and MismatchError stay such, all else is a CheckpointError
-        (``doing`` tells what was going on).  Raises RanksLostError where a rank is gone.
+        rank had an error; FencedError and MismatchError stay such, a lack of space or quota on any
+        rank is a StorageFullError, all else is a CheckpointError (``doing`` tells what was going
+        on).  Raises RanksLostError where a rank is gone.
         """
         told: Json = {"report": report} if error is None else {"error": _describe(error)}
         mine = error
@@ -165,6 +173,8 @@ _KINDS: dict[str, type[CheckpointError] | type[FencedError]] = {
     "fenced": FencedError,
     "mismatch": MismatchError,
 }
+_FULL = "full"
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def _describe(error: Exception) -> list[Json]:
@@ -174,6 +184,8 @@ def _describe(error: Exception) -> list[Json]:
         text = f"{type(error).__name__}: {text}"
     step = getattr(error, "next_step", "")
     kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "")
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        kind = _FULL
     return [kind, text[:_LONGEST_TEXT], str(step)[:_LONGEST_TEXT]]
 
 
@@ -184,7 +196,8 @@ def _failure(failures: Sequence[Any], doing: str) -> Exception:
         return FencedError(fenced[0], next_step=steps[0] if steps else "")
     texts = "; ".join(f"rank {rank}: {text}" for rank, _, text, _ in failures)
     kinds = {kind for _, kind, _, _ in failures}
-    return (MismatchError if kinds == {"mismatch"} else CheckpointError)(
+    of_all = MismatchError if kinds == {"mismatch"} else CheckpointError
+    return (StorageFullError if _FULL in kinds else of_all)(
         f"{doing} failed: {texts}",
         next_step=steps[0]
         if steps

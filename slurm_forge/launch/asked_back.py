@@ -113,7 +113,8 @@ def bring_back(
             record = waiting_record(state.job, file.job.chain, slurm) or record
         if unless is not None and (why := unless(state, record)) is not None:
             return Brought(state.job, why, changed=False)
-        if record is not None and record.state not in PENDING_LIKE | ACTIVE:
+        # Over is what Slurm says is over: a state that is not known here may be a live one.
+        if record is not None and record.state in TERMINAL:
             record = None
         if record is not None and (_is_held(record) or record.state in PENDING_LIKE):
             return _go_on(run, state, record, slurm, file, asked)
@@ -122,6 +123,9 @@ def bring_back(
             job, word = record.job_ref, record.state.value
             if ending:
                 return Brought(job, f"job {job} is ending: ask again in a moment", changed=False)
+            if record.state is JobState.UNKNOWN:
+                text = f"job {job} is {record.state_text}: ask again in a moment"
+                return Brought(job, text, changed=False)
             if asked:
                 raise RunDirectoryError(
                     f"{run.name} runs as job {job}, and a job that runs can't be changed",
@@ -384,7 +388,7 @@ def _successor(run: RunDirectory, slurm: Slurm) -> JobRecord | None:
     """
     script = str(job_script(run))
     for entry in slurm.queue(person())[:_LOOKED_AT]:
-        if entry.state in PENDING_LIKE | ACTIVE:
+        if entry.state not in TERMINAL:
             # Tasks of an array that wait share a line, and the record that goes by its id.
             record = slurm.show_job(entry.job_ref.partition("_[")[0])
             if record is not None and record.command == script:

@@ -33,6 +33,7 @@ from slurm_forge.launch.sentinel_step import (
 )
 from slurm_forge.launch.sites import find_site
 from slurm_forge.launch.submission import note_asked
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import SubprocessSlurm
@@ -186,6 +187,8 @@ class Attachment:
         if begun is None or isinstance(begun, Refusal):
             Rendezvous("", "", 0).publish(run, key)
             _nothing_to_do(run, refused or begun)
+        if environment is not None:
+            note_unrecognized(begun, environment.unrecognized)
         embedded = Embedded(
             begun,
             world_size=place.world_size,

@@ -27,6 +27,7 @@ from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt import Refusal, begin
 from slurm_forge.launch.embedded import Embedded, Rendezvous, await_rendezvous, withdraw
 from slurm_forge.launch.lifeline import Lifeline
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import SubprocessSlurm
@@ -147,6 +148,8 @@ class _Stock:
         if isinstance(begun, Refusal):
             Rendezvous("", "", 0).publish(self._run, self._key)
             return _summary(self._run, begun)
+        if in_slurm and environment:
+            note_unrecognized(begun, environment.unrecognized)
         embedded = Embedded(
             begun,
             world_size=self._place.world_size,

@@ -24,6 +24,7 @@ __all__ = ["Housekeeping"]
 #: Checkpoints of its own after which a launch needs the one it was resumed from no more.
 _TRUSTED = 2
 _REMEMBERED = 3
+_FULL = "a save found no space or quota left"
 
 
 class Housekeeping:
@@ -52,6 +53,8 @@ class Housekeeping:
         #: What was read and found damaged.
         self.damaged: set[CheckpointName] = set()
         self.resumed_from: CheckpointName | None = None
+        #: How many checkpoints were there when one more did not fit: statvfs knows of no quota.
+        self._most: int | None = None
 
     def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
@@ -60,6 +63,8 @@ class Housekeeping:
             room = room_in(self._store.directory)
             return shortage(room, size=size, files=files, use_spare=use_spare)
 
+        if self._most is not None and len(self._store.candidates()) >= self._most:
+            self.make_room(_FULL)
         short = look()
         if short is not None:
             self.make_room(str(short.message))
@@ -74,10 +79,22 @@ class Housekeeping:
                 "More grace time, or a longer lead: in the job file, would help.",
             )
 
-    def make_room(self, reason: str) -> None:
-        """Delete what is only kept for being recent: never fewer than two verified."""
+    def make_room(self, reason: str) -> bool:
+        """Delete what is only kept for being recent: never fewer than two verified.
+
+        Whether anything was deleted.
+        """
         rules = replace(self._asked.rules, last=1)
-        self._delete(lambda present: wanted(present, rules), f"to make room: {reason}")
+        return self._delete(lambda present: wanted(present, rules), f"to make room: {reason}")
+
+    def ran_out(self) -> bool:
+        """A write found no space or quota left, whatever was foreseen; whether there is room now.
+
+        From then on room is made before a save that would be one too many again.
+        """
+        with contextlib.suppress(OSError):
+            self._most = len(self._store.candidates())
+        return self.make_room(_FULL)
 
     def prune(self) -> None:
         """Delete what the job does not ask to keep."""
@@ -86,7 +103,7 @@ class Housekeeping:
 
     def _delete(
         self, keep: Callable[[Sequence[Present]], Collection[CheckpointName]], reason: str
-    ) -> None:
+    ) -> bool:
         self._hear_people()
         with self._deleting, contextlib.suppress(OSError, FencedError):  # the next save asks again
             pruned = self._store.prune(
@@ -97,13 +114,15 @@ class Housekeeping:
                 suspect=frozenset(e.name for e in self._book.known if e.trust is Trust.SUSPECT),
             )
             if not pruned.removed:
-                return
+                return False
             with self._book.lock:
                 self._book.known = k.pruned(self._book.known, pruned.removed)
                 for name in pruned.removed:
                     self._book.pending.pop(name, None)
             names = tuple(str(name) for name in pruned.removed)
             self._book.write(CheckpointsPruned(names=names, reason=reason))
+            return True
+        return False
 
     def _kept(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 from slurm_forge.checkpoint.health import about_state
 from slurm_forge.control import protocol as p
+from slurm_forge.errors import CheckpointError, StorageFullError
 from slurm_forge.journal import JournalWriter, Known, RunState
 from slurm_forge.journal import known as k
 from slurm_forge.journal.events import (
@@ -197,10 +198,12 @@ class Keeping:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
         self._house.permit(size, files, use_spare=use_spare)
 
-    def failed(self, step: int, reason: str) -> None:
-        """A save came to nothing."""
+    def failed(self, step: int, error: CheckpointError) -> bool:
+        """A save came to nothing; whether room was made for another try."""
+        reason = str(error)
         self._book.write(CheckpointFailed(step=step, reason=reason))
         self._tell(p.NotCommitted(step=step, reason=reason))
+        return isinstance(error, StorageFullError) and self._house.ran_out()
 
     def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
         """An evaluation after ``step`` steps logged this; whether it is to be saved for that."""

@@ -94,6 +94,8 @@ class Saver:
         )
         #: On rank 0: what was there when this launch resumed, the newest.
         self.candidates: tuple[str, ...] = ()
+        #: On rank 0: whether the last save failed for want of room, and room was made.
+        self._has_made_room = False
         #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
         #: The step of the last save that was begun, whatever came of it.
@@ -114,9 +116,44 @@ class Saver:
 
         ``use_spare``: also into the room on disk that other saves leave free.
 
-        What came to nothing did so on every rank alike: the last checkpoint is untouched.
+        What came to nothing did so on every rank alike: the last checkpoint is untouched.  With
+        ``wait`` it is tried once more where old checkpoints have made room for it.
         """
+        save = partial(
+            self._save,
+            reason,
+            registry,
+            progress,
+            random,
+            wait=wait,
+            use_spare=use_spare,
+            doubts=doubts,
+        )
+        saved = save()
+        return save() if saved is None and wait and self._may_fit_now() else saved
+
+    def _may_fit_now(self) -> bool:
+        """Whether old checkpoints have made room for what did not fit.  Collective."""
+
+        def told(_: object) -> bool:
+            return self._has_made_room
+
+        return bool(Ranks(self._group).agree(None, None, told, doing="Making room"))
+
+    def _save(
+        self,
+        reason: str,
+        registry: Registry,
+        progress: Progress,
+        random: dict[str, torch.Tensor],
+        *,
+        wait: bool,
+        use_spare: bool,
+        doubts: Sequence[str],
+    ) -> CheckpointName | None:
+        """Save, once."""
         self.settle()
+        self._has_made_room = False
         brief = self._context.brief
         started = time.monotonic()
         self.begun = step = progress.step
@@ -255,7 +292,7 @@ class Saver:
         if self.keeping is None or isinstance(end, RanksLostError):
             return
         if isinstance(end, CheckpointError):
-            self.keeping.failed(step, str(end))
+            self._has_made_room = self.keeping.failed(step, end)
             return
         self.keeping.committed(
             end.name,

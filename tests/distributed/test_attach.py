@@ -16,6 +16,7 @@ from slurm_forge.launch.attaching import STOPPED
 from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
+from tests.strange import not_understood, strange_task
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -36,9 +37,9 @@ class Scripts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-        settings = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        settings = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
         return subprocess.Popen(
             [sys.executable, *words],
             cwd=self.folder,
@@ -49,8 +50,8 @@ class Scripts:
             text=True,
         )
 
-    def __call__(self, *words: str) -> tuple[int, str]:
-        process = self.start(*words)
+    def __call__(self, *words: str, **variables: str) -> tuple[int, str]:
+        process = self.start(*words, **variables)
         out, _ = process.communicate(timeout=100)
         return process.returncode, out
 
@@ -149,6 +150,12 @@ print("behind the block")
     incident = run_state(scripts.run("own")).attempts[0].incidents[0][1]
     assert incident.cause is Cause.APP_ERROR
     assert code in (1, STOPPED)
+
+
+def test_what_is_not_understood_of_slurm_is_noted(scripts: Scripts) -> None:
+    code, out = scripts(*attached(3, 0), **strange_task())
+    assert code == 0, out
+    assert not_understood(scripts.run("attached")) == ["SLURM_JOB_END_TIME='tomorrow'"]
 
 
 def test_what_can_not_be_attached_is_told_before_anything_is_claimed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slurm_forge.checkpoint.flight import Flight
 from slurm_forge.checkpoint.load import resume
 from slurm_forge.checkpoint.save import CheckpointWriter
 from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.errors import CheckpointError, FencedError, RanksLostError
+from slurm_forge.errors import CheckpointError, FencedError, RanksLostError, StorageFullError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from tests.distributed.ranks import run_ranks, start_ranks
@@ -177,7 +177,7 @@ def test_a_full_disk_in_the_background_is_an_error_on_all_ranks(
             flight = training.begin(2.0)
             with pytest.raises(CheckpointError) as caught:
                 flight.result()
-        assert not isinstance(caught.value, RanksLostError)
+        assert isinstance(caught.value, StorageFullError)
         left, value = training.stages(), training.resumed()
         training.begin(3.0).result()
         dist.barrier()

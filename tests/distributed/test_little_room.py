@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import slurm_forge as forge
-from slurm_forge.journal import RunStatus
+from slurm_forge.journal import RunState, RunStatus, read_journal
+from slurm_forge.journal.events import CheckpointFailed
 from slurm_forge.launch.submission import run_state
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.store.room import Room
+from slurm_forge.training import housekeeping
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -23,7 +27,7 @@ STEPS = 6
 #: In a mount namespace of its own, the small file system goes away with the command.
 NAMESPACE = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--mount"]
 COMMAND = """
-mount -t tmpfs -o size=7m tmpfs "$1" || exit 99
+mount -t tmpfs -o size="$4" tmpfs "$1" || exit 99
 "$2" -m slurm_forge.cli.main run job.yaml --runs "$1"
 code=$?
 cp -r "$1/." "$3"
@@ -33,32 +37,69 @@ exit $code
 
 def train(run: forge.Run) -> None:
     """Its checkpoints take 4 MiB each."""
-    model = nn.Linear(1024, 1024)
+    model: nn.Module = nn.Linear(1024, 1024)
+    if run.world_size > 1:
+        model = DistributedDataParallel(model)
     run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
     data = TensorDataset(torch.randn(64, 1024))
     for batch in run.batches(data, global_batch_size=8, until=forge.Steps(STEPS)):
         run.train_step(batch, lambda micro: model(micro[0]).square().mean())
 
 
-def test_the_last_save_takes_the_room_that_others_left_and_no_step_is_trained_again(
-    tmp_path: Path,
-) -> None:
+def train_under_quota(run: forge.Run) -> None:
+    """Where the limit is a quota, what is free on the file system says nothing of it."""
+    housekeeping.room_in = lambda directory: Room(None, None)
+    train(run)
+
+
+def trained(
+    tmp_path: Path, entry: str, size: str, checkpoint: str, *, ranks: int = 1
+) -> RunDirectory:
+    """A run that has finished on a file system of that size."""
     small, kept = tmp_path / "small", tmp_path / "kept"
     small.mkdir(mode=0o700)
     kept.mkdir(mode=0o700)
     (tmp_path / "job.yaml").write_text(
-        f"name: tight\nentry: {__file__}:train\nprobe: {{enabled: false}}\n"
-        "checkpoint: {every_steps: 2}\n"
+        f"name: tight\nentry: {__file__}:{entry}\nprobe: {{enabled: false}}\n"
+        f"checkpoint: {checkpoint}\nresources: {{tasks_per_node: {ranks}}}\n"
     )
     ended = subprocess.run(
-        [*NAMESPACE, "sh", "-c", COMMAND, "sh", str(small), sys.executable, str(kept)],
+        [*NAMESPACE, "sh", "-c", COMMAND, "sh", str(small), sys.executable, str(kept), size],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    state = run_state(RunDirectory.at(kept / "tight"))
+    return RunDirectory.at(kept / "tight")
+
+
+def commits(state: RunState) -> list[int]:
+    """The steps that the only attempt of a finished run has saved."""
     assert state.status is RunStatus.FINISHED
     (attempt,) = state.attempts
-    assert [commit.step for _, commit in attempt.checkpoints] == [STEPS], "the others left it free"
+    return [commit.step for _, commit in attempt.checkpoints]
+
+
+def test_the_last_save_takes_the_room_that_others_left_and_no_step_is_trained_again(
+    tmp_path: Path,
+) -> None:
+    run = trained(tmp_path, "train", "7m", "{every_steps: 2}")
+    assert commits(run_state(run)) == [STEPS], "the others left it free"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "background", "saved"),
+    [(2, "false", [1, 2, 3, 4, 5, 6]), (1, "true", [1, 2, 3, 5, 6])],
+)
+def test_under_a_quota_old_checkpoints_make_room(
+    tmp_path: Path, ranks: int, background: str, saved: list[int]
+) -> None:
+    """Room for three and a half, and the job wants three: the fourth finds that out."""
+    checkpoint = f"{{every_steps: 1, keep_last: 3, good_after_steps: 1, background: {background}}}"
+    run = trained(tmp_path, "train_under_quota", "14m", checkpoint, ranks=ranks)
+    assert commits(run_state(run)) == saved
+    records, _ = read_journal(run)
+    failed = [record.event for record in records if isinstance(record.event, CheckpointFailed)]
+    assert [event.step for event in failed] == [4]
+    assert "No space left on device" in failed[0].reason

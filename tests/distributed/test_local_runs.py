@@ -39,6 +39,7 @@ from slurm_forge.training.order import SampleOrder
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import Samples, _Record, build, consumed, told_variables
+from tests.strange import not_understood, strange_task
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -355,6 +356,22 @@ def test_in_process_an_error_comes_back_as_one(tmp_path: Path) -> None:
     assert "did not finish: app_error: the same error at the same step" in result
     assert run_state(run).status is RunStatus.HELD
     assert len(run_state(run).attempts) == 2
+
+
+def test_what_a_stock_executor_s_task_does_not_understand_of_slurm_is_noted(
+    tmp_path: Path,
+) -> None:
+    from tests.distributed.ranks import run_ranks
+
+    job = job_from_mapping({"name": "run", "entry": f"{__file__}:train"})
+    run, _ = create_run(job, runs=tmp_path, site=find_site("generic"), submitted_from=Path.cwd())
+
+    def body(rank: int) -> str:
+        os.environ.update(strange_task(), SUBMITIT_EXECUTOR="slurm")
+        return ForgeJob(str(run.path))()
+
+    assert run_ranks(1, body, init=False) == ["run: finished"]
+    assert not_understood(run) == ["SLURM_JOB_END_TIME='tomorrow'"]
 
 
 @pytest.mark.slow

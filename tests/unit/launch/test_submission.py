@@ -276,6 +276,27 @@ def test_what_goes_on_anyway_is_left_alone(
     assert queue.asked == []
 
 
+def test_no_second_job_is_made_beside_one_in_a_state_that_is_not_known_here(
+    run: RunDirectory, queue: Queue
+) -> None:
+    attempted(run)
+    queue.jobs["7"] = JobRecord(job_id=7, name="r", state=JobState.UNKNOWN, state_text="MIGRATING")
+    answer = Brought("7", "job 7 is MIGRATING: ask again in a moment", changed=False)
+    assert back(run, queue) == answer
+    assert back(run, queue, asked=Asked(mem="8G")) == answer
+    assert queue.asked == []
+
+
+def test_a_successor_in_a_state_that_is_not_known_here_is_found(
+    run: RunDirectory, queue: Queue
+) -> None:
+    attempted(run)
+    queue.put(7, JobState.COMPLETED)
+    queue.put(55, JobState.UNKNOWN, command=str(job_script(run)))
+    assert back(run, queue) == Brought("55", "job 55 is ?: ask again in a moment", changed=False)
+    assert queue.asked == []
+
+
 def test_two_people_at_once_make_one_job(run: RunDirectory, queue: Queue) -> None:
     held(run, in_queue=False)
     barrier = threading.Barrier(4)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slurm_forge.control import protocol as p
+from slurm_forge.errors import CheckpointError, StorageFullError
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
@@ -193,6 +194,27 @@ def test_a_metric_that_is_no_number_is_told_and_no_more(book: Book, value: Any) 
     assert not keeping.evaluated(20, {"acc": value})
     (note,) = book.events(ev.Note)
     assert "'acc' is not a number" in note.text
+
+
+def test_what_found_no_room_makes_old_ones_go(book: Book) -> None:
+    keeping = book.begin(keep_last=3, good_after_steps=1)
+    steps(keeping, 1, 3, lambda step: book.commit(keeping, step))
+    oldest, *others = sorted(book.store.candidates())
+    assert keeping.failed(4, StorageFullError("no quota left"))
+    (pruned,) = book.events(ev.CheckpointsPruned)
+    assert pruned.names == (str(oldest),)
+    assert "to make room" in pruned.reason
+    assert sorted(book.store.candidates()) == others
+    assert not keeping.failed(5, StorageFullError("no quota left")), "two stay, whatever comes"
+    assert sorted(book.store.candidates()) == others
+    assert [event.step for event in book.events(ev.CheckpointFailed)] == [4, 5]
+
+
+def test_what_failed_for_another_reason_deletes_nothing(book: Book) -> None:
+    keeping = book.begin(keep_last=3, good_after_steps=1)
+    steps(keeping, 1, 3, lambda step: book.commit(keeping, step))
+    assert not keeping.failed(4, CheckpointError("an error of the device"))
+    assert len(book.store.candidates()) == 3
 
 
 def test_on_the_way_out_nothing_is_deleted(book: Book) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slurm_forge.checkpoint import save as save_module
 from slurm_forge.errors import CheckpointMissingError
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal import events as ev
@@ -270,6 +272,77 @@ def test_on_a_full_disk_old_ones_make_room_and_training_goes_on(lab, monkeypatch
     assert [step for step, _ in made.saved()] == list(range(1, 11)), "every save had room"
     assert any("to make room" in event.reason for event in made.events(ev.CheckpointsPruned))
     assert len(on_disk(made)) >= 2
+
+
+class Quota:
+    """So many checkpoints, of which statvfs knows nothing: the write of one more fails."""
+
+    def __init__(self, made, monkeypatch: pytest.MonkeyPatch, *, places: int) -> None:
+        real = save_module.write_shard_file
+
+        def write(*given, **options):
+            if len(on_disk(made)) >= places:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+            return real(*given, **options)
+
+        monkeypatch.setattr(save_module, "write_shard_file", write)
+
+
+THREE = {"keep_last": 3, "good_after_steps": 1}
+
+
+def test_under_a_quota_old_ones_make_room_and_no_save_is_lost(lab, monkeypatch):
+    made = lab(checkpoint={**EACH, **THREE})
+    Quota(made, monkeypatch, places=3)
+    run, _ = made.start()
+    train(run, adam(run), 8)
+    assert [step for step, _ in made.saved()] == list(range(1, 9))
+    assert on_disk(made) == [6, 7, 8]
+    (failed,) = made.events(ev.CheckpointFailed)
+    assert failed.step == 4, "from then on room was made beforehand"
+    assert "Disk quota exceeded" in failed.reason
+    assert any("no space or quota" in event.reason for event in made.events(ev.CheckpointsPruned))
+
+
+def test_under_a_quota_what_did_not_fit_in_the_background_makes_room_for_the_next(lab, monkeypatch):
+    made = lab(checkpoint={**EACH, **THREE, "background": True})
+    Quota(made, monkeypatch, places=3)
+    run, _ = made.start()
+    train(run, adam(run), 8)
+    run.finish()
+    assert [step for step, _ in made.saved()] == [1, 2, 3, 5, 6, 7, 8]
+    assert on_disk(made) == [6, 7, 8]
+
+
+@pytest.mark.parametrize("seconds_left", [None, 30.0])
+def test_under_a_quota_the_last_save_makes_room_for_itself(lab, monkeypatch, seconds_left):
+    made = lab(checkpoint={**EACH, **THREE})
+    run, _ = made.start()
+    train(run, adam(run), 3)
+    Quota(made, monkeypatch, places=3)
+    due = {} if seconds_left is None else {Position(4): RequestKind.STOP}
+    made.spec["checkpoint"]["every_steps"] = 100
+    run, channel = made.start(due=due)
+    channel.seconds_left = seconds_left
+    model = adam(run)
+    if seconds_left is None:
+        train(run, model, 5)
+        assert run.finish() == 5
+        assert on_disk(made) == [2, 3, 5]
+    else:
+        with pytest.raises(RunStopped):
+            train(run, model, 5)
+        assert channel.said[-1].checkpoint.startswith("step-00000004")
+        assert on_disk(made) == [2, 3, 4]
+
+
+def test_where_nothing_may_go_what_did_not_fit_is_not_tried_twice(lab, monkeypatch):
+    made = lab(checkpoint={**EACH, **THREE})
+    Quota(made, monkeypatch, places=2)
+    run, _ = made.start()
+    train(run, adam(run), 5)
+    assert [event.step for event in made.events(ev.CheckpointFailed)] == [3, 4, 5]
+    assert on_disk(made) == [1, 2]
 
 
 def test_what_must_stay_stays_however_full_the_disk_is(lab, monkeypatch):
