@@ -32,6 +32,7 @@ from slurm_forge.launch.lifeline import Lifeline
 from slurm_forge.launch.stop_explanation import StopExplanation
 from slurm_forge.launch.stopped_between import before_next_start
 from slurm_forge.launch.timing import planned_end, timing
+from slurm_forge.launch.unrecognized import note_unrecognized
 from slurm_forge.launch.update import update_for
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.sooner import sooner
@@ -187,6 +188,8 @@ class Embedded:
 
     def _conclude(self, facts: LaunchFacts) -> None:
         attempt = self._attempt
+        if self._watch.latest is not None:
+            note_unrecognized(attempt, self._watch.latest.unrecognized)
         self._decision = attempt.conclude(
             gathered(
                 facts,
