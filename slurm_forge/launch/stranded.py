@@ -1,11 +1,13 @@
 """A job whose run directory can't be used: tried again later through Slurm alone, then held.
 
-Without the journal nothing can be counted but Slurm's own restarts.
+Without the journal the tries are counted in the job's comment: the number of its restarts counts
+every preemption as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -14,13 +16,17 @@ from slurm_forge.launch.chain import chain_of, comment_of
 from slurm_forge.launch.evidence import with_accounting
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.slurm.client import JobUpdate, Slurm
+from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["leave_to_slurm"]
 
 _LATER = timedelta(minutes=3)
-#: Storage that has not come back after so many starts is for a person to see to.
-_MOST_RESTARTS = 20
+#: Storage that has not come back after so many starts in a row is for a person to see to.
+_MOST_TRIES = 20
+_TRIED = re.compile(r"\(try ([0-9]{1,4}) in a row, restart ([0-9]{1,9})\)")
+#: Of the reason, so that the count has its place in the comment.
+_LONGEST_REASON = 140
 
 
 def leave_to_slurm(
@@ -33,9 +39,12 @@ def leave_to_slurm(
     ``in_chain``: it is a task of an array of the run, of which the next one is started later.
     """
     comment = JobUpdate(comment=comment_of(reason))
+    record = None
+    with contextlib.suppress(SlurmCommandError):
+        record = slurm.show_job(job)
     chain = chain_of(job, 1 if in_chain else None, slurm)
     waiting = None if chain is None else chain.waiting()
-    if _is_cancelled(slurm, job, restart_count):
+    if record is not None and _is_cancelled(slurm, job, record, restart_count):
         if chain is not None and waiting:
             chain.hold(waiting, f"task {job} was cancelled")
         return "it was cancelled, and stays that"
@@ -43,9 +52,13 @@ def leave_to_slurm(
         with contextlib.suppress(SlurmCommandError):
             chain.update(waiting, replace(comment, start_after=_LATER))
         return f"left to task {chain.ref(waiting[0])}"
+    tries = _tries_before(record, restart_count) + 1
+    if tries <= _MOST_TRIES:
+        counted = f"{reason[:_LONGEST_REASON]} (try {tries} in a row, restart {restart_count})"
+        comment = JobUpdate(comment=comment_of(counted))
     with contextlib.suppress(SlurmCommandError):
         slurm.update_job(job, comment)
-    if restart_count >= _MOST_RESTARTS:
+    if tries > _MOST_TRIES:
         reply = slurm.requeue_hold(job)
         return "held" if reply.in_queue else f"not held: {reply.stderr}"
     reply = slurm.requeue(job)
@@ -56,13 +69,16 @@ def leave_to_slurm(
     return "requeued"
 
 
-def _is_cancelled(slurm: Slurm, job: str, restart_count: int) -> bool:
+def _tries_before(record: JobRecord | None, restart_count: int) -> int:
+    """How many starts in a row came to this, up to the last one before ours."""
+    found = None if record is None else _TRIED.search(record.comment or "")
+    if found is None or int(found[2]) != restart_count - 1:
+        return 0  # what the comment says is of an earlier trouble
+    return int(found[1])
+
+
+def _is_cancelled(slurm: Slurm, job: str, record: JobRecord, restart_count: int) -> bool:
     """Whether somebody has cancelled it, as far as Slurm says so."""
-    record = None
-    with contextlib.suppress(SlurmCommandError):
-        record = slurm.show_job(job)
-    if record is None:
-        return False
     facts = LaunchFacts(
         now=datetime.now(timezone.utc),
         restart_count=restart_count,
