@@ -133,9 +133,7 @@ def saves(run: RunDirectory, attempt: int, clock: Callable[[], float]) -> Journa
     journal = JournalWriter(run, attempt=attempt, writer="rank0", launch=1, clock=clock)
     journal.follow(read_journal(run)[0])
     name = f"step-{attempt:08d}.a{attempt}.l1-00000000"
-    journal.write(
-        CheckpointCommitted(name=name, step=attempt, reason="every", seconds=1.0, size=1)
-    )
+    journal.write(CheckpointCommitted(name=name, step=attempt, reason="every", seconds=1.0, size=1))
     return journal
 
 
