@@ -15,9 +15,10 @@ from slurm_forge.cli.tail import JournalTail
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import Resumed
+from slurm_forge.journal.order import in_order
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.purge import PurgeRule, counts_from
-from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import parse_duration, parse_memory
 
@@ -44,6 +45,7 @@ class Gathering:
         self._total: int | None = None
         self._memory: int | None = None
         self._global_batch: int | None = None
+        self._resumed: list[Record] = []
         self._purge: PurgeRule | None = None
         self._problem = self._read_spec() if spec else None
 
@@ -79,12 +81,14 @@ class Gathering:
         records, damage = self._tail.poll()
         self._records += records
         self._damage += damage
-        new = sorted(records, key=lambda record: record.time)
-        for record in new:
+        # By attempts: the clocks of their nodes differ.
+        resumed = in_order([*self._resumed, *(r for r in records if isinstance(r.event, Resumed))])
+        for record in resumed:
             if isinstance(record.event, Resumed) and record.event.until is not None:
                 self._total = record.event.until
                 self._global_batch = record.event.global_batch or self._global_batch
-        return new
+        self._resumed = resumed[-1:]
+        return sorted(records, key=lambda record: record.time)
 
     def facts(self) -> RunFacts:
         """Everything read so far."""
@@ -108,6 +112,9 @@ class Gathering:
             memory=self._memory,
             global_batch=self._global_batch,
             on_disk=_on_disk(run),
+            last_written=self._tail.last_written,
+            claimed=_claimed(run),
+            asked=self._tail.asked,
         )
 
 
@@ -162,6 +169,13 @@ def _on_disk(run: RunDirectory) -> frozenset[CheckpointName] | None:
         with contextlib.suppress(ValueError):
             found.add(CheckpointName.parse(entry))
     return frozenset(found)
+
+
+def _claimed(run: RunDirectory) -> float | None:
+    """When the newest attempt was claimed, by the clock of its file."""
+    with contextlib.suppress(OSError, ValueError):
+        return (run.attempts / f"{max(list_claims(run))}.json").stat().st_mtime
+    return None
 
 
 def _oldest_file(run: RunDirectory, rule: PurgeRule | None) -> float | None:

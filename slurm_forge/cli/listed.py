@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurm_forge.cli.places import state_folder
 from slurm_forge.report.listing import ListedRun
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.remembered import Remembered, signature
 
-if TYPE_CHECKING:
-    from slurm_forge.report.status import Status
-
 __all__ = ["Lister"]
 
 #: Grows with what a line is worked out by.
-_VERSION = "1"
+_VERSION = "2"
 #: Of ``RunStatus``, whose room is not entered for lines that are known.
 _RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
 
 
 class Lister:
-    """Makes the lines of the runs in ``folder``; ``correct`` is asked about what is worked out.
+    """Makes the lines of the runs in ``folder``.
 
     With ``words`` the sentence of a run that is not at rest is always worked out anew: it tells
     how long ago something was.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        correct: Callable[[Status, RunDirectory], Status],
-        *,
-        words: bool,
-    ) -> None:
-        self._correct = correct
+    def __init__(self, folder: Path, *, words: bool) -> None:
         self._words = words
         self._remembered = Remembered(state_folder() / "listing", folder, _VERSION)
 
@@ -69,7 +58,7 @@ class Lister:
         gathering.look()
         facts = surrounded(gathering.facts(), run, resources=False)
         newest = max((record.time for record in facts.records), default=None)
-        return listed(facts, self._correct(take_status(facts), run)), newest
+        return listed(facts, take_status(facts)), newest
 
 
 def _line(value: dict[str, Any], run: RunDirectory) -> ListedRun | None:

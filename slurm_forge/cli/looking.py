@@ -13,7 +13,6 @@ from slurm_forge.cli.completing import run_names
 
 if TYPE_CHECKING:
     from slurm_forge.report.facts import RunFacts
-    from slurm_forge.report.status import Status
     from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["explain", "status"]
@@ -81,7 +80,7 @@ def status(
     from slurm_forge.report.status_text import status_text
 
     facts = with_queue(lambda: surrounded(gather(found, logs=False), found, resources=False))
-    taken = _as_it_is(take_status(facts), found)
+    taken = take_status(facts)
     typer.echo(to_json(taken) if json else status_text(taken), nl=json)
 
 
@@ -127,25 +126,6 @@ def explain(
     typer.echo(text, nl=False)
 
 
-def _as_it_is(taken: Status, run: RunDirectory) -> Status:
-    """The status, corrected where the journal could not be told that the processes are gone."""
-    from dataclasses import replace
-
-    from slurm_forge.journal import RunStatus
-    from slurm_forge.launch.presence import left
-    from slurm_forge.report.advice import go_on
-
-    open_ = {RunStatus.SUBMITTED.value, RunStatus.RUNNING.value, RunStatus.REQUEUED.value}
-    if taken.status not in open_ or not left(run, taken.job):
-        return taken
-    return replace(
-        taken,
-        status=RunStatus.STOPPED.value,
-        words="stopped without a word: none of its processes is left on this machine",
-        next=(f"to go on from the last checkpoint: {go_on(taken.run, taken.job)}",),
-    )
-
-
 def _list(runs: Path | None, *, as_json: bool) -> None:
     """A line for every run, whatever is wrong with one of them."""
     from slurm_forge.cli.listed import Lister
@@ -157,7 +137,7 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
 
     folder = runs_folder(runs)
     lines = []
-    lister = Lister(folder.absolute(), _as_it_is, words=as_json)
+    lister = Lister(folder.absolute(), words=as_json)
     for name in run_names(folder):
         found = RunDirectory.at(folder / name)
         try:
@@ -189,7 +169,7 @@ def _follow(run: RunDirectory) -> None:
 
     # Asked once: what changes is told by the journal, and Slurm has better to do.
     facts = with_queue(read)
-    taken = _as_it_is(take_status(facts), run)
+    taken = take_status(facts)
     typer.echo(status_text(taken), nl=False)
     if taken.status in at_rest:
         return
@@ -201,7 +181,7 @@ def _follow(run: RunDirectory) -> None:
                 time.sleep(_LOOK_EVERY_S)
                 watcher.look()
                 facts = surrounded(gathering.facts(), run, resources=False)
-                taken = _as_it_is(take_status(facts), run)
+                taken = take_status(facts)
                 if taken.logged != told and time.monotonic() >= tell_from:
                     told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
                     screen.line(f"{clock(time.time())}  {figures(told)}")

@@ -1,4 +1,4 @@
-"""What a report needs beside the journal: starts that failed, the GPUs asked for, Slurm's queue."""
+"""What a report needs beside the journal: starts that failed, GPUs, processes, Slurm's queue."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted
 from slurm_forge.launch.chain import tasks_waiting
+from slurm_forge.launch.presence import gone_here
 from slurm_forge.report.facts import NotStarted, RunFacts
 from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about
 from slurm_forge.run_directory import RunDirectory
@@ -33,7 +34,9 @@ _PATIENCE = timedelta(seconds=3)
 
 def surrounded(facts: RunFacts, run: RunDirectory, *, resources: bool = True) -> RunFacts:
     """The facts with what lies around the journal; ``resources`` of the job as well."""
-    facts = replace(facts, not_started=tuple(_not_started(run.submissions)))
+    facts = replace(
+        facts, not_started=tuple(_not_started(run.submissions)), gone_here=gone_here(run)
+    )
     if not resources:
         return facts
     asked = _resources(run)

@@ -114,7 +114,7 @@ def watch(
         limits=_limits(slurm, restart=restart),
         name_of=name_of,
         site_of=lambda name: places.load(name).site,
-        remembered=Remembered(state_folder() / "seen", folder, "2") if once else None,
+        remembered=Remembered(state_folder() / "seen", folder, "3") if once else None,
     )
     asked = None if not run else [find_run(name, runs) for name in run]
 

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta, timezone
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import Note
 from slurm_forge.launch.chain import comment_of
 from slurm_forge.run_directory import RunDirectory
@@ -77,7 +78,10 @@ def _beside_the_run(run: RunDirectory, job: str, node: str, error: ForgeError) -
 
 def _in_the_journal(run: RunDirectory, job: str, error: ForgeError) -> None:
     newest = max(list_claims(run), default=0)
-    writer = JournalWriter(run, attempt=newest, writer="supervisor", clock=time.time)
+    # Beside whatever was the newest attempt: it is no sign of life of that one.
+    writer = JournalWriter(
+        run, attempt=newest, writer="supervisor", launch=NO_LAUNCH, clock=time.time
+    )
     text = f"job {job} could not start on {socket.gethostname()}: {error.message}"
     writer.write(Note(text=text[:_LONGEST]), durable=True)
     writer.close()

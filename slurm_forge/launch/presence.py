@@ -20,7 +20,7 @@ from slurm_forge.errors import RunDirectoryError, UnsafeFileError
 from slurm_forge.lock import NO_LOCKS
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["Presence", "left", "present"]
+__all__ = ["Presence", "gone_here", "left", "present"]
 
 _LIMIT = 4096
 #: ``status`` holds the lock for an instant; a process that was just killed is a moment in ending.
@@ -78,15 +78,20 @@ def left(run: RunDirectory, job: str) -> bool:
 
     False where that can't be known: another machine, another way of starting it, no locks.
     """
+    return job != "" and gone_here(run) == job
+
+
+def gone_here(run: RunDirectory) -> str:
+    """The job that was started on this machine last, if none of its processes is left; else ""."""
     try:
         descriptor = os.open(run.local_lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return ""
     try:
         starter = _read(descriptor)
-        if starter is None or (starter.host, starter.job) != (socket.gethostname(), job):
-            return False
-        return _lock(descriptor, fcntl.LOCK_SH, 0.0) is True
+        if starter is None or starter.host != socket.gethostname():
+            return ""
+        return starter.job if _lock(descriptor, fcntl.LOCK_SH, 0.0) else ""
     finally:
         os.close(descriptor)
 

@@ -101,35 +101,42 @@ def _read(run: RunDirectory) -> RunSeen:
     journal, claims = _listed(str(run.journal), _NAME), _listed(str(run.attempts), _CLAIM)
     records: list[Record] = []
     tails: list[bytes] = []
+    ahead: dict[str, float] = {}
     newest = max((_number(file, _NAME) for file, _ in journal), default=0)
     for file, _ in journal:
         content = read_trusted(run.journal / file, _FILE_LIMIT)
         number, _, writer = file.removesuffix(".jsonl").partition("-")
         found, _ = read_lines(thinned(content), file=file, writer=writer)
         records += found
+        ahead[writer] = _clock_ahead(content, (run.journal / file).stat().st_mtime)
         if int(number) == newest and writer.startswith("rank0"):
             tails.append(content[-_TAIL:])
     state = fold(records)
-    ordered = in_order(without_fenced(records))
+    # Every node has a clock of its own, and the files have one for all.
+    ordered = [
+        replace(record, time=record.time - ahead[record.writer])
+        for record in in_order(without_fenced(records))
+    ]
     attempt = state.attempts[-1] if state.attempts else None
-    written = max((time for _, time in (*journal, *claims)), default=0.0)
+    current = 0 if attempt is None else attempt.number
+    in_attempt = [record for record in ordered if record.attempt == current]
     return RunSeen(
         name=run.name,
         status=state.status,
         job=state.job,
-        attempt=0 if attempt is None else attempt.number,
+        attempt=current,
         claimed=max((_number(file, _CLAIM) for file, _ in claims), default=0),
         ended=attempt is not None and attempt.ended is not None,
-        changed=max(written, max((record.time for record in records), default=0.0)),
+        changed=max((time for _, time in (*journal, *claims)), default=0.0),
         usual_silence_s=_usual_silence(tails),
-        last_save=_last_save(state),
-        saves_every_s=_saves_every(state),
+        last_save=_last_save(in_attempt, attempt),
+        saves_every_s=_saves_every(ordered),
         intent=_intended(ordered, state),
         requeued=_last_time(ordered, ev.RequeueDone),
-        waits_until=_waits_until(state),
+        waits_until=_waits_until(in_attempt),
         reason=state.reason,
         restarts=_restarts(ordered),
-        noticed=attempt is not None and _noticed(attempt),
+        noticed=_noticed(in_attempt),
         chain=attempt is not None and attempt.via == VIA_ARRAY,
         program=attempt is not None
         and bool(attempt.launches)
@@ -137,9 +144,21 @@ def _read(run: RunDirectory) -> RunSeen:
     )
 
 
-def _noticed(attempt: AttemptState) -> bool:
-    decided = max((time for time, _ in attempt.decisions), default=0.0)
-    return any(time > decided for time, _ in attempt.notices)
+def _clock_ahead(content: bytes, written: float) -> float:
+    """By how much the writer's clock is ahead of that of its file, which was ``written`` then."""
+    end = max(0, content.rfind(b"\n"))
+    found = _TIME.search(content, content.rfind(b"\n", 0, end) + 1, end)
+    return 0.0 if found is None else float(found[1]) - written
+
+
+def _noticed(in_attempt: Sequence[Record]) -> bool:
+    decided = max(_times(in_attempt, ev.DecisionTaken), default=0.0)
+    # Times of files are not that fine: what may have come after the decision is taken to have.
+    return any(time >= decided for time in _times(in_attempt, ev.NoticeSeen))
+
+
+def _times(records: Iterable[Record], kind: type) -> list[float]:
+    return [record.time for record in records if isinstance(record.event, kind)]
 
 
 def _number(file: str, pattern: re.Pattern[str]) -> int:
@@ -165,19 +184,22 @@ def _usual_silence(tails: Iterable[bytes]) -> float | None:
     return longest
 
 
-def _last_save(state: RunState) -> float | None:
-    attempt = state.attempts[-1] if state.attempts else None
+def _last_save(in_attempt: Iterable[Record], attempt: AttemptState | None) -> float | None:
     if attempt is None or not attempt.launches:
         return None
-    launch = attempt.launches[-1]
-    saves = [time for time, _ in attempt.checkpoints if time >= launch.started]
-    return max(saves, default=launch.resumed_at)
+    newest = [each for each in in_attempt if each.launch == attempt.launches[-1].number]
+    saves = _times(newest, ev.CheckpointCommitted) or _times(newest, ev.Resumed)
+    return max(saves, default=None)
 
 
-def _saves_every(state: RunState) -> float | None:
+def _saves_every(ordered: Iterable[Record]) -> float | None:
     """The longest of the last intervals between checkpoints, of the newest attempt that has two."""
-    for attempt in reversed(state.attempts):
-        times = sorted(time for time, _ in attempt.checkpoints)[-_LAST_SAVES:]
+    by_attempt: dict[int, list[float]] = {}
+    for record in ordered:
+        if isinstance(record.event, ev.CheckpointCommitted):
+            by_attempt.setdefault(record.attempt, []).append(record.time)
+    for attempt in sorted(by_attempt, reverse=True):
+        times = sorted(by_attempt[attempt])[-_LAST_SAVES:]
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         if gaps:
             return max(gaps)
@@ -191,22 +213,20 @@ def _intended(ordered: Sequence[Record], state: RunState) -> float | None:
 
 
 def _last_time(ordered: Sequence[Record], kind: type) -> float | None:
-    times = (record.time for record in reversed(ordered) if isinstance(record.event, kind))
-    return next(times, None)
+    return next(reversed(_times(ordered, kind)), None)
 
 
-def _waits_until(state: RunState) -> float | None:
-    decisions = state.attempts[-1].decisions if state.attempts else ()
-    if not decisions:
-        return None
-    time, decision = decisions[-1]
-    return time + decision.wait_s
+def _waits_until(in_attempt: Sequence[Record]) -> float | None:
+    for record in reversed(in_attempt):
+        if isinstance(record.event, ev.DecisionTaken):
+            return record.time + record.event.decision.wait_s
+    return None
 
 
 def _restarts(ordered: Sequence[Record]) -> int:
-    """How often a watcher has brought it back since the last checkpoint or a person's request."""
+    """How often a watcher has brought it back since the last checkpoint."""
     count = 0
-    for record in sorted(ordered, key=lambda each: each.time):
+    for record in ordered:
         if isinstance(record.event, ev.CheckpointCommitted):
             count = 0
         elif isinstance(record.event, ev.UserAsked) and record.event.verb == RESTARTED:

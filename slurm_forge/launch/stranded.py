@@ -1,11 +1,13 @@
 """A job whose run directory can't be used: tried again later through Slurm alone, then held.
 
-Without the journal nothing can be counted but Slurm's own restarts.
+Without the journal the tries are counted in the job's comment: the number of its restarts counts
+every preemption as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +26,11 @@ __all__ = ["leave_to_slurm"]
 
 _LATER = timedelta(minutes=3)
 _BETWEEN_S = 1.0
-#: Storage that has not come back after so many starts is for a person to see to.
-_MOST_RESTARTS = 20
+#: Storage that has not come back after so many starts in a row is for a person to see to.
+_MOST_TRIES = 20
+_TRIED = re.compile(r"\(try ([0-9]{1,4}) in a row, restart ([0-9]{1,9})\)")
+#: Of the reason, so that the count has its place in the comment.
+_LONGEST_REASON = 140
 
 
 def leave_to_slurm(
@@ -64,9 +69,13 @@ def leave_to_slurm(
             "not requeued, because Slurm does not say what the job is ended for; "
             "slurm-forge requeue lets the run go on"
         )
+    tries = _tries_before(record, restart_count) + 1
+    if tries <= _MOST_TRIES:
+        counted = f"{reason[:_LONGEST_REASON]} (try {tries} in a row, restart {restart_count})"
+        comment = JobUpdate(comment=comment_of(counted))
     with contextlib.suppress(SlurmCommandError):
         slurm.update_job(job, comment)
-    if restart_count >= _MOST_RESTARTS:
+    if tries > _MOST_TRIES:
         reply = slurm.requeue_hold(job)
         return "held" if reply.in_queue else f"not held: {reply.stderr}"
     reply = slurm.requeue(job)
@@ -98,6 +107,14 @@ def _record(
         if not signalled() or clock() >= until:
             return None
         sleep(_BETWEEN_S)
+
+
+def _tries_before(record: JobRecord | None, restart_count: int) -> int:
+    """How many starts in a row came to this, up to the last one before ours."""
+    found = None if record is None else _TRIED.search(record.comment or "")
+    if found is None or int(found[2]) != restart_count - 1:
+        return 0  # what the comment says is of an earlier trouble
+    return int(found[1])
 
 
 def _is_cancelled(slurm: Slurm, job: str, record: JobRecord, restart_count: int) -> bool:

@@ -165,10 +165,12 @@ _PAUSED = frozenset({JobState.SUSPENDED, JobState.STOPPED, JobState.SIGNALING})
 #: Reasons that waiting does not end (job_reason_string in Slurm's sources), as they begin.
 _IN_VAIN = re.compile(
     r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|DependencyNeverSatisfied"
-    r"|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|DeadLine|ReservationDeleted"
+    r"|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|DeadLine"
     r"|MaxMemPerLimit|QOSUsageThreshold|QOSMin|(?:QOS|Assoc|Max)\w*PerJob"
     r"|(?:QOS|Assoc)\w*TimeLimit|(?:QOS|Assoc)Grp\w*(?<!Run)Minutes|(?:QOS|Assoc)GrpWall"
     r"|PartitionInactive|PartitionDown"
+    # With its name where Slurm says which one.
+    r"|ReservationDeleted|ReservationInvalid|Reservation_.+_(?:was_deleted|is_invalid)$"
 )
 _BY_SLURM = (
     "JobHoldMaxRequeue",
@@ -312,7 +314,8 @@ def _gone(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Fin
 
 def _is_held(line: QueueRecord) -> bool:
     reason = line.reason or ""
-    return line.state in HELD or reason.startswith(("JobHeld", "job_requeued_in", *_BY_SLURM))
+    held = ("JobHeld", "job_requeued_in", "ReservationInvalid", "ReservationDeleted", *_BY_SLURM)
+    return line.state in HELD or reason.startswith(held)
 
 
 def _waiting(seen: RunSeen, line: QueueRecord, now: float, limits: WatchLimits) -> Finding | None:
@@ -328,7 +331,7 @@ def _waiting(seen: RunSeen, line: QueueRecord, now: float, limits: WatchLimits) 
     if reason.startswith(_BY_SLURM):
         words = f"job {job} is held by Slurm ({reason})"
         return _finding(seen, FindingKind.HELD_BY_SLURM, words, release, detail=reason)
-    if _is_held(line):
+    if _is_held(line) and not _IN_VAIN.match(reason):
         words = f"job {job} is held by hand ({reason or line.state.value})"
         return _finding(seen, FindingKind.HELD_BY_USER, words, release, detail=reason)
     if _IN_VAIN.match(reason):

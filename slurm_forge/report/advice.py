@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.recovery.remedies import remedy
-from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.consequences import NEXT
 from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.standing import Standing, again, ends_at_once, turn
+from slurm_forge.report.standing import Standing, again, ends_at_once, to_go_on, turn
 from slurm_forge.report.story import FailingSaves, IncidentStory, RunStory
 from slurm_forge.report.text import clean, number, plural
 from slurm_forge.vocabulary.cause import Cause
@@ -82,10 +81,10 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
             return (
                 f"see what went wrong before: slurm-forge explain {name}",
-                f"then, {_to_go_on(facts, state, standing)}: {onward}",
+                f"then, {to_go_on(facts, state, of_program=standing.of_program)}: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
-            return (f"{_to_go_on(facts, state, standing)}: {onward}",)
+            return (f"{to_go_on(facts, state, of_program=standing.of_program)}: {onward}",)
         case _ if standing.failing_saves is not None:
             return (
                 f"{remedy(Cause.STORAGE)}: {_at_risk(standing.failing_saves)}",
@@ -105,18 +104,11 @@ def _then_see(standing: Standing, name: str, next_: str) -> tuple[str, ...]:
 
 
 def _at_risk(failing: FailingSaves) -> str:
+    steps = plural(failing.at_risk_steps, "step")
+    verb = "is" if failing.at_risk_steps == 1 else "are"
     if failing.committed_step is None:
-        return f"there is no checkpoint yet, {plural(failing.at_risk_steps, 'step')} are at risk"
-    last = number(failing.committed_step)
-    return f"{plural(failing.at_risk_steps, 'step')} since step {last} are at risk"
-
-
-def _to_go_on(facts: RunFacts, state: RunState, standing: Standing) -> str:
-    if standing.of_program:  # from where, it knows itself
-        return "to go on"
-    none = newest_step(state, facts.on_disk) is None
-    place = "the start" if none else "the last checkpoint"
-    return f"to go on from {place}"
+        return f"there is no checkpoint yet, {steps} {verb} at risk"
+    return f"{steps} since step {number(failing.committed_step)} {verb} at risk"
 
 
 def next_in_story(
@@ -125,9 +117,10 @@ def next_in_story(
     """As ``next_steps``, for somebody who has the whole story before them; empty once finished."""
     if standing.status is RunStatus.FINISHED:
         return ()
-    known = standing.gone is None and standing.not_started is None
-    if state.open_intent is not None or not known:
+    if state.open_intent is not None or standing.not_started is not None:
         return next_steps(facts, state, standing)
+    if standing.gone is not None:
+        return (standing.gone.next,)
     onward = go_on(facts.reference, state.job, standing)
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)

@@ -16,7 +16,7 @@ from slurm_forge.report.history import History, end_of, tell
 from slurm_forge.report.lessons import next_time
 from slurm_forge.report.lineage import Lineage
 from slurm_forge.report.logs import output_of
-from slurm_forge.report.standing import jobs_of, standing, warnings_of
+from slurm_forge.report.standing import jobs_of, last_heard, standing, warnings_of
 from slurm_forge.report.story import RunStory
 
 __all__ = ["AT_REST", "explain", "only_attempt"]
@@ -32,6 +32,8 @@ def explain(facts: RunFacts) -> RunStory:
     history = tell(ordered)
     now = standing(facts, state, history)
     started = history.attempts[0].started if history.attempts else None
+    if now.status is RunStatus.RUNNING and history.attempts:
+        history = _heard(history, facts)
     last_seen = max((a.last_seen for a in history.attempts), default=None)
     until = last_seen if now.status in AT_REST else facts.now
     if now.status is RunStatus.RUNNING and not now.doubtful and _trains(history):
@@ -99,6 +101,17 @@ def only_attempt(story: RunStory, number: int) -> RunStory | None:
     """The same story with one attempt; None if the run has no such attempt."""
     chosen = tuple(attempt for attempt in story.attempts if attempt.number == number)
     return replace(story, attempts=chosen) if chosen else None
+
+
+def _heard(history: History, facts: RunFacts) -> History:
+    """The same, with the last sign of life of what runs by the clock of its files."""
+    *before, newest = history.attempts
+    seen = last_heard(facts, newest)
+    launches = newest.launches
+    if launches and launches[-1].ended is None:
+        launches = (*launches[:-1], replace(launches[-1], last_seen=seen))
+    newest = replace(newest, last_seen=seen, launches=launches)
+    return replace(history, attempts=(*before, newest))
 
 
 def _trains(history: History) -> bool:

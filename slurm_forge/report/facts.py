@@ -77,3 +77,11 @@ class RunFacts:
     queue: QueueAnswer | None = None
     #: The published checkpoints in the run's folder; None where nobody has looked.
     on_disk: frozenset[CheckpointName] | None = None
+    #: Times of files, which are all on one clock, unlike those that nodes write into them: the
+    #: last line of the newest attempt, its claim, and the last time that a person asked for the
+    #: run to go on.  None where nobody has looked.
+    last_written: float | None = None
+    claimed: float | None = None
+    asked: float | None = None
+    #: The job that was started on this machine and has no process left there.
+    gone_here: str = ""

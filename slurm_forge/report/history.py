@@ -34,6 +34,11 @@ class History:
     acts: tuple[s.ActStory, ...]
     lineage: Lineage
     spending: Spending = field(default_factory=Spending)
+    #: The jobs that the run has been, in the order of their claims.
+    jobs: tuple[str, ...] = ()
+    #: The saves that have failed since the last checkpoint, and the step of that one.
+    failed_saves: tuple[s.FailedSave, ...] = ()
+    committed_step: int | None = None
 
     def free_since(self) -> float | None:
         """Since when the run could be started again; None where that is not known."""
@@ -62,16 +67,9 @@ class History:
 
     def failing_saves(self) -> s.FailingSaves | None:
         """The saves that have failed since the last checkpoint; None where the last one did not."""
-        launches = [launch for attempt in self.attempts for launch in attempt.launches]
-        last = max((c.time for each in launches for c in each.checkpoints), default=-math.inf)
-        steps = [c.step for each in launches for c in each.checkpoints if c.time == last]
-        failed = sorted(
-            (f for each in launches for f in each.failed_saves if f.time > last),
-            key=lambda one: one.time,
-        )
+        failed, committed = self.failed_saves, self.committed_step
         if not failed:
             return None
-        committed = steps[-1] if steps else None
         return s.FailingSaves(
             count=len(failed),
             since=failed[0].time,
@@ -89,15 +87,27 @@ def tell(ordered: Sequence[Record]) -> History:
     beyond = Beyond(line, spending(ordered, line.unsaid_s))
     attempts: dict[int, _Attempt] = {}
     acts: list[s.ActStory] = []
+    jobs: list[str] = []
+    failed: list[s.FailedSave] = []
+    committed: int | None = None
     for record in ordered:
         event, time = record.event, record.time
         match event:
             case ev.Submitted():
+                jobs.append(event.job)
                 acts.append(s.ActStory(time=time, verb="submit", user=None, job=event.job))
                 continue
             case ev.UserAsked():
                 acts.append(s.ActStory(time=time, verb=event.verb, user=event.user, job=None))
                 continue
+            case ev.AttemptStarted():
+                jobs.append(event.job)
+            case ev.RequeueDone(successor=str(successor)):
+                jobs.append(successor)
+            case ev.CheckpointCommitted():
+                failed, committed = [], event.step
+            case ev.CheckpointFailed():
+                failed.append(s.FailedSave(time, event.step, event.reason))
             case _:
                 beyond.hear(event)
         if record.attempt > 0:
@@ -112,6 +122,9 @@ def tell(ordered: Sequence[Record]) -> History:
         acts=tuple(sorted(acts, key=lambda act: act.time)),
         lineage=beyond.lineage,
         spending=beyond.spending,
+        jobs=tuple(jobs),
+        failed_saves=tuple(failed),
+        committed_step=committed,
     )
 
 
@@ -171,7 +184,7 @@ class _Attempt:
         if self._is_of_a_later_one(record):
             self.found.append(record)
             return
-        if not record.writer.startswith(_PERSON):
+        if record.launch < NO_LAUNCH and not record.writer.startswith(_PERSON):
             self.last_seen = max(self.last_seen, time)
         match event:
             case ev.AttemptStarted():

@@ -33,8 +33,10 @@ __all__ = [
     "again",
     "ends_at_once",
     "jobs_of",
+    "last_heard",
     "saves_fail",
     "standing",
+    "to_go_on",
     "turn",
     "warnings_of",
 ]
@@ -68,7 +70,8 @@ class Standing:
     until it is released, ``waiting`` is what Slurm says of the job that waits, and ``not_started``
     what a batch script said that could not even start us.  ``of_program``: the run is a program's
     that keeps its own checkpoints, of which only it knows from where it goes on.  ``gone``: the
-    journal says that it runs, and Slurm that it does not.  ``failing_saves`` while it is to train.
+    journal says that it runs, and Slurm, or its own machine, that it does not.  ``failing_saves``
+    while it is to train.
     """
 
     status: RunStatus
@@ -95,12 +98,7 @@ def again(reference: str, job: str) -> str:
 
 def jobs_of(state: RunState, history: History) -> tuple[str, ...]:
     """Every job that the run has been, the first one first."""
-    told: list[tuple[float, str]] = [(a.time, a.job) for a in history.acts if a.job]
-    for attempt in history.attempts:
-        told.append((attempt.started, attempt.job))
-        told += [(c.time, c.successor) for c in attempt.comebacks if c.successor]
-    ordered = [job for _, job in sorted(told, key=lambda each: each[0])]
-    return tuple(dict.fromkeys(job for job in (*ordered, state.job) if job))
+    return tuple(dict.fromkeys(job for job in (*history.jobs, state.job) if job))
 
 
 def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
@@ -112,7 +110,7 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     if not_started is not None and not_started.signal is not None:
         not_started = None
     if gone is None and not_started is None:
-        gone = _gone(facts, state, status, newest)
+        gone = _gone_here(facts, state, status, history) or _gone(facts, state, status, history)
     status = status if gone is None else gone.status
     doubtful = status is RunStatus.RUNNING and newest is not None and _is_silent(facts, newest)
     words = _words(facts, state, status, newest) if gone is None else gone.words
@@ -174,11 +172,42 @@ def saves_fail(failing: FailingSaves) -> str:
     return f"{last} failed: {clean(failing.reason, _SAVE_REASON)}"
 
 
-def _gone(
-    facts: RunFacts, state: RunState, status: RunStatus, newest: AttemptStory | None
+def to_go_on(facts: RunFacts, state: RunState, *, of_program: bool) -> str:
+    """``to go on from the last checkpoint``, as far as there is one."""
+    if of_program:  # from where, it knows itself
+        return "to go on"
+    none = newest_step(state, facts.on_disk) is None
+    return f"to go on from {'the start' if none else 'the last checkpoint'}"
+
+
+def last_heard(facts: RunFacts, newest: AttemptStory) -> float:
+    """When the newest attempt was heard of last: by its files, where they were looked at.
+
+    A node's clock may be hours off, and tells nothing of how long ago anything was.
+    """
+    return newest.last_seen if facts.last_written is None else facts.last_written
+
+
+def _gone_here(
+    facts: RunFacts, state: RunState, status: RunStatus, history: History
 ) -> JobGone | None:
+    """The processes of a run on this machine, of which the journal could not be told the end."""
+    if status not in (RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED):
+        return None
+    if not facts.gone_here or facts.gone_here != state.job:
+        return None
+    words = "stopped without a word: none of its processes is left on this machine"
+    return JobGone(RunStatus.STOPPED, words, _onward(facts, state, history))
+
+
+def _onward(facts: RunFacts, state: RunState, history: History) -> str:
+    going_on = to_go_on(facts, state, of_program=history.of_program)
+    return f"{going_on}: {again(facts.reference, state.job)}"
+
+
+def _gone(facts: RunFacts, state: RunState, status: RunStatus, history: History) -> JobGone | None:
     """Slurm's record of the job, where it contradicts the journal."""
-    answer = facts.queue
+    answer, newest = facts.queue, history.attempts[-1] if history.attempts else None
     if status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) and answer is not None:
         if answer.job != state.job or state.open_intent is not None:
             return None
@@ -188,8 +217,13 @@ def _gone(
         return None
     if answer.job != state.job or state.open_intent is not None:
         return None
-    command = again(facts.reference, state.job)
-    return job_gone(answer, again=command, now=facts.now, last_seen=newest.last_seen)
+    return job_gone(
+        answer,
+        again=again(facts.reference, state.job),
+        bring_back=_onward(facts, state, history),
+        now=facts.now,
+        last_seen=last_heard(facts, newest),
+    )
 
 
 def _ended_by_signal(facts: RunFacts, state: RunState, note: NotStarted | None) -> JobGone | None:
@@ -229,10 +263,14 @@ def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotSta
     newest = max(facts.not_started, key=lambda one: one.time, default=None)
     if newest is None or status is RunStatus.FINISHED:
         return None
-    later = [attempt.started for attempt in history.attempts]
-    # What a person has asked for since is another start.
-    later += [act.time for act in history.acts if act.verb in GO_ON]
-    return newest if all(newest.time > time for time in later) else None
+    # It is told by the time of its file, and so is what may have come later.
+    begun, asked = facts.claimed, facts.asked
+    if begun is None:
+        begun = max((attempt.started for attempt in history.attempts), default=-math.inf)
+    if asked is None:  # what a person has asked for since is another start
+        acts = (act.time for act in history.acts if act.verb in GO_ON)
+        asked = max(acts, default=-math.inf)
+    return newest if newest.time > max(begun, asked) else None
 
 
 def _why(note: NotStarted) -> str:
@@ -299,7 +337,7 @@ def _before_that(trouble: Trouble | None) -> str:
 
 
 def _is_silent(facts: RunFacts, newest: AttemptStory) -> bool:
-    silent = facts.now - newest.last_seen
+    silent = facts.now - last_heard(facts, newest)
     return newest.ended is not None or (math.isfinite(silent) and silent > _SILENT_S)
 
 
@@ -328,7 +366,7 @@ def _running(facts: RunFacts, newest: AttemptStory) -> str:
         return f"its last attempt ended {ago(newest.ended, facts.now)}" + (
             f" ({clean(newest.outcome, 60)})" if newest.outcome else ""
         )
-    silent = facts.now - newest.last_seen
+    silent = facts.now - last_heard(facts, newest)
     answered = facts.queue is not None and facts.queue.answered
     if _is_silent(facts, newest):
         sure = f", though job {clean(newest.job, 40)} runs" if answered else ""
@@ -387,8 +425,9 @@ def fenced_lines(state: RunState) -> Iterator[str]:
     for attempt in sorted({each.attempt for each in state.fenced}):
         mine = [each for each in state.fenced if each.attempt == attempt]
         kinds = ", ".join(f"{each.kind} {each.count}" for each in mine)
-        total = plural(sum(each.count for each in mine), "line")
+        count = sum(each.count for each in mine)
+        verb = "does" if count == 1 else "do"
         yield (
-            f"{total} that attempt {attempt} wrote after a newer one had taken over do not count "
-            f"({kinds})"
+            f"{plural(count, 'line')} that attempt {attempt} wrote after a newer one had taken "
+            f"over {verb} not count ({kinds})"
         )

@@ -12,7 +12,7 @@ from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.history import History, tell
 from slurm_forge.report.paces import slow_now
 from slurm_forge.report.planned import planned
-from slurm_forge.report.standing import jobs_of, standing, warnings_of
+from slurm_forge.report.standing import jobs_of, last_heard, standing, warnings_of
 from slurm_forge.report.story import (
     CheckpointStory,
     FailingSaves,
@@ -98,7 +98,7 @@ def take_status(facts: RunFacts) -> Status:
     attempt = history.attempts[-1] if history.attempts else None
     launch = attempt.launches[-1] if attempt is not None and attempt.launches else None
     step = history.step if history.step is not None else newest_step(state, facts.on_disk)
-    last_seen = None if attempt is None else attempt.last_seen
+    last_seen = None if attempt is None else last_heard(facts, attempt)
     return Status(
         run=facts.name,
         path=facts.path,

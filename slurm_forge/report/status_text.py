@@ -59,7 +59,8 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
 def failing_saves_text(failing: FailingSaves, zone: tzinfo | None) -> str:
     """``8 in a row failed since 11:02:10: no space left; 80 steps since step 20 at risk``."""
     count = "1 failed at" if failing.count == 1 else f"{failing.count} in a row failed since"
-    kept = "the start" if failing.committed_step is None else f"step {failing.committed_step}"
+    committed = failing.committed_step
+    kept = "the start" if committed is None else f"step {t.number(committed)}"
     risk = f"{t.plural(failing.at_risk_steps, 'step')} since {kept} at risk"
     why = t.clean(failing.reason, 120)
     return f"{count} {t.clock(failing.since, zone)}: {why}; {risk}"

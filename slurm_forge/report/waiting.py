@@ -30,6 +30,8 @@ __all__ = [
 
 #: A sign of life is written every few seconds while a run trains.
 _FRESH_S = 30.0
+#: How a job waits that nobody but who releases it lets start.
+_BY_HAND = "held in the queue"
 #: How the comment begins that a job of ours is given.
 _OUR_COMMENT = "slurm_forge:"
 _LONGEST_WHY = 200
@@ -39,7 +41,7 @@ _TAKEN = ("Nodes required for job are DOWN, DRAINED", "ReqNodeNotAvail, May be r
 _JOB_ID = re.compile(r"[a-z]+:(\d{1,10}(?:_\d{1,10})?)")
 #: Reasons of a job that only a release lets start, and who holds it.
 _HELD = {
-    "JobHeldUser": "held in the queue",
+    "JobHeldUser": _BY_HAND,
     "job requeued in held state": "held by an administrator or by yourself (scontrol requeuehold)",
     "job requeued in special exit state": "held in the queue after a special exit",
     "JobHoldMaxRequeue": "held by Slurm: it was requeued too often (MaxBatchRequeue)",
@@ -48,11 +50,24 @@ _HELD = {
     "user env retrieval failed requeued held": "held by Slurm: the user's environment "
     "could not be read",
 }
+#: Reasons that Slurm leaves where it holds a job itself (job_mgr.c, job_scheduler.c,
+#: reservation.c): a release alone mends none of them.
+_HELD_FOR = (
+    "BadConstraints",
+    "DependencyNeverSatisfied",
+    "InvalidAccount",
+    "InvalidQOS",
+    "ReservationDeleted",
+    "ReservationInvalid",
+)
+#: How Slurm says the last two, with the name.
+_RESERVATION = re.compile(r"Reservation .+ (was deleted|is invalid)")
 _MAINTENANCE = (
     "its time limit reaches into a maintenance of the nodes",
     "nothing to do: it starts after it; with a shorter time limit it may start before",
 )
-#: Reasons as they begin: what it means, and what to do.  The first that fits counts.
+_WITHOUT = "it will not start like this: cancel it and submit without it"
+#: Reasons, which end there or at a comma: what it means, and what to do.  The first that fits.
 _PLAIN = (
     ("Priority", "other jobs come first", _NOTHING),
     ("Resources", "it is next, and waits for free nodes", _NOTHING),
@@ -62,11 +77,8 @@ _PLAIN = (
     ("SchedDefer", "Slurm starts nothing at the moment", _NOTHING),
     ("JobArrayTaskLimit", "as many tasks of the array run as may at a time", _NOTHING),
     ("Licenses", "it waits for a licence", _NOTHING),
-    (
-        "ReservationDeleted",
-        "its reservation is gone",
-        "it will not start like this: cancel it and submit without it",
-    ),
+    ("ReservationDeleted", "its reservation is gone", _WITHOUT),
+    ("ReservationInvalid", "its reservation is not valid for it any more", _WITHOUT),
     ("Reservation", "it waits for its reservation to begin", _NOTHING),
     ("ReqNodeNotAvail, Reserved for maintenance", *_MAINTENANCE),
     ("Reserved for maintenance", *_MAINTENANCE),
@@ -76,7 +88,7 @@ _PLAIN = (
         "see which: sinfo -R; nodes that the job asks for by name may be the reason",
     ),
     (
-        "Nodes required for job are DOWN, DRAINED",
+        "Nodes required for job are DOWN",
         "nodes that it needs are down, drained or reserved for others",
         "see which: sinfo -R; nodes left out, or a partition of few nodes, may be the reason "
         "(slurm-forge nodes list)",
@@ -179,27 +191,34 @@ def job_to_ask_about(records: Iterable[Record]) -> str | None:
 
 
 def job_gone(
-    answer: QueueAnswer, *, again: str, now: float, last_seen: float, zone: tzinfo | None = None
+    answer: QueueAnswer,
+    *,
+    again: str,
+    bring_back: str,
+    now: float,
+    last_seen: float,
+    zone: tzinfo | None = None,
 ) -> JobGone | None:
     """What Slurm says of a job that runs by the journal; None where it does not contradict that.
 
     ``last_seen`` is the run's last sign of life: a fresh one is believed rather than a Slurm that
-    does not know the job (it may be another cluster's), or a record of an earlier end.
+    does not know the job (it may be another cluster's), or a record of an earlier end.  One that
+    is yet to come is none: it is of another clock.  ``bring_back`` is what to do about a job that
+    is over, ``again`` the command alone.
     """
     job, record = t.clean(answer.job, 40), answer.record
     if not answer.answered:
         return None
     silent = now - last_seen
     heard = f"last heard of {t.ago(last_seen, now)}"
-    bring_back = f"to go on from the last checkpoint: {again}"
     if record is None:
-        if silent < _FRESH_S:
+        if -_FRESH_S < silent < _FRESH_S:
             return None
         words = f"Slurm does not know job {job} any more, and the journal does not say how it ended"
         return JobGone(RunStatus.STOPPED, f"{words}; {heard}", bring_back)
     if record.state in TERMINAL:
         ended = _timestamp(record.end_time)
-        if silent < _FRESH_S and ended is not None and last_seen > ended + 1:
+        if 0 <= silent < _FRESH_S and ended is not None and last_seen > ended + 1:
             return None
         if record.state is JobState.CANCELLED:
             return JobGone(RunStatus.CANCELLED, f"job {job} was cancelled; {heard}", bring_back)
@@ -349,8 +368,10 @@ def _pending(
         )
     if reason in _HELD:
         return _HELD[reason], release, True
-    if record.held and reason in ("", "None"):
-        return "held in the queue", release, True
+    known = _known(reason)
+    if record.held and known not in _HELD_FOR:
+        said = "" if reason in ("", "None") else f" (Slurm says: {reason})"
+        return f"{_BY_HAND}{said}", release, True
     if reason == "BeginTime":
         when = ""
         if expected is not None and expected > now:
@@ -360,8 +381,8 @@ def _pending(
         first = _JOB_ID.search(record.dependency or "")
         whom = f"job {first[1]}" if first else "another job"
         return f"it starts when {whom} has ended", "nothing to do: it starts by itself", False
-    for beginning, words, next_ in _PLAIN:
-        if reason == beginning or (len(beginning) > 4 and reason.startswith(beginning)):
+    for name, words, next_ in _PLAIN:
+        if known == name or known.startswith(f"{name},"):
             told = words if not reason else f"{words} ({reason})"
             return _expecting(told, expected, now, zone), next_.format(job=job, again=again), False
     if reason.startswith(("QOS", "Assoc", "MaxCpuPer", "MaxMemPer")):
@@ -390,6 +411,14 @@ def _expecting(told: str, expected: float | None, now: float, zone: tzinfo | Non
 def _reason(record: JobRecord) -> str:
     """As squeue prints it: scontrol puts underscores in the place of spaces."""
     return t.clean((record.reason or "").replace("_", " "), 160)
+
+
+def _known(reason: str) -> str:
+    """The reason by the name that Slurm has for it."""
+    found = _RESERVATION.fullmatch(reason)
+    if found is None:
+        return reason
+    return "ReservationDeleted" if found[1] == "was deleted" else "ReservationInvalid"
 
 
 def _timestamp(moment: datetime | None) -> float | None:

@@ -213,6 +213,12 @@ def _work(cell: Cell, ended: Ended, reference: Uninterrupted) -> Iterator[str]:
             yield f"{watched.run.name}: another result than that of the uninterrupted run"
 
 
+def _queued(ended: Ended) -> tuple[str, ...]:
+    name = ended.watched.run.name
+    lines = ended.cluster.run("squeue", "-a", "-h", "-n", name, "-o", "%i %T").stdout.splitlines()
+    return tuple(filter(None, lines))
+
+
 def _slurm_side(cell: Cell, ended: Ended) -> Iterator[str]:
     """What Slurm itself says: starts, the queue, processes that are left."""
     expected, cluster = cell.expected, ended.cluster
@@ -232,10 +238,11 @@ def _slurm_side(cell: Cell, ended: Ended) -> Iterator[str]:
         if "slurm_forge:" not in comment:
             yield f"why it is held is not in the job's comment: {comment!r}"
     elif cell.journal:
-        name = ended.watched.run.name
-        waiting = cluster.run("squeue", "-a", "-h", "-n", name, "-o", "%i %T").stdout.split("\n")
-        if any(waiting):
-            yield f"something of it is in the queue: {', '.join(filter(None, waiting))}"
+        # From 24.05 on Slurm starts a job that was preempted once more after it has finished.
+        with contextlib.suppress(ForgeError):
+            cluster.wait_for(lambda: not _queued(ended), 60, "the queue to be empty")
+        if _queued(ended):
+            yield f"something of it is in the queue: {', '.join(_queued(ended))}"
     with contextlib.suppress(ForgeError):
         cluster.wait_for(lambda: not left_over(ended.watched), _LEAVE_S, "ranks to leave")
         return

@@ -11,13 +11,8 @@ from slurm_forge.cli.listed import _RESTS, Lister
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.report.listing import ListedRun
-from slurm_forge.report.status import Status
 from slurm_forge.run_directory import RunDirectory
 from tests.unit.report.journals import Scribe
-
-
-def as_it_is(status: Status, run: RunDirectory) -> Status:
-    return status
 
 
 @pytest.fixture
@@ -28,7 +23,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def line(run: RunDirectory, *, words: bool = False) -> ListedRun:
     """As another process would make it."""
-    lister = Lister(run.path.parent, as_it_is, words=words)
+    lister = Lister(run.path.parent, words=words)
     made = lister.line(run)
     lister.close()
     return replace(made, age_s=None)
@@ -73,7 +68,7 @@ def test_what_is_kept_is_not_read_again_and_says_the_same(
 
 @pytest.mark.parametrize(
     "broken",
-    ["", "{", "[]", '{"version": "1", "runs": []}', '{"version": "0", "runs": {}}', "\x00\xff"],
+    ["", "{", "[]", '{"version": "2", "runs": []}', '{"version": "1", "runs": {}}', "\x00\xff"],
 )
 def test_whatever_is_wrong_with_what_was_kept_it_does_not_count(
     state: Path, tmp_path: Path, broken: str

@@ -26,7 +26,9 @@ def trained(scribe: Scribe) -> None:
     scribe.save(50)
 
 
-def test_status_shows_the_screen(shell: Shell, scribe: Scribe) -> None:
+@pytest.mark.parametrize("ahead", [0, 3600, -3600])
+def test_status_shows_the_screen(shell: Shell, scribe: Scribe, ahead: int) -> None:
+    scribe.ahead = ahead
     trained(scribe)
     result = shell("status", "tiny-gpt")
     assert result.exit_code == 0
@@ -49,6 +51,18 @@ def test_the_end_is_where_the_program_says_it_is(shell: Shell, scribe: Scribe) -
     scribe.write("rank0", ev.Resumed(step=50, checkpoint=None, world_size=2, until=75))
     status = json.loads(shell("status", "tiny-gpt", "--json").stdout)
     assert (status["step"], status["total_steps"]) == (50, 75)
+
+
+@pytest.mark.parametrize("ahead", [3600, -3600])
+def test_the_end_is_where_the_newest_attempt_says_it_is(
+    shell: Shell, scribe: Scribe, ahead: int
+) -> None:
+    scribe.now = time.time() - 700
+    for until, scribe.ahead in ((75, ahead), (90, 0), (80, -ahead)):
+        scribe.later(60).begin()
+        scribe.write("rank0", ev.Resumed(step=0, checkpoint=None, world_size=2, until=until))
+    assert json.loads(shell("status", "tiny-gpt", "--json").stdout)["total_steps"] == 80
+    assert json.loads(shell("explain", "tiny-gpt", "--json").stdout)["total_steps"] == 80
 
 
 @pytest.mark.parametrize("verb", ["status", "explain"])
@@ -325,9 +339,10 @@ def test_a_run_that_is_a_file(shell: Shell, tmp_path: Path) -> None:
     assert "holds no run" in result.stderr
 
 
-@pytest.mark.parametrize("words", [("status",), ("status", "--follow")])
+@pytest.mark.parametrize("words", [("status",), ("status", "--follow"), ("explain",)])
+@pytest.mark.parametrize("saved", [False, True])
 def test_a_run_whose_processes_on_this_machine_are_gone_is_not_said_to_train(
-    shell: Shell, scribe: Scribe, words: tuple[str, ...]
+    shell: Shell, scribe: Scribe, words: tuple[str, ...], saved: bool
 ) -> None:
     scribe.now = time.time() - 20
     scribe.begin(job="local-7", via="submitit local")
@@ -336,10 +351,19 @@ def test_a_run_whose_processes_on_this_machine_are_gone_is_not_said_to_train(
     with present(scribe.run) as presence:
         presence.name("local-7")
         assert "running: training\n" in shell("status", "tiny-gpt").stdout
+        assert "tiny-gpt   running   step 50" in shell("explain", "tiny-gpt").stdout
+    if saved:
+        scribe.save(50)
+        name = "step-00000050.a1.l1-00000000"
+        (scribe.run.checkpoints / name).mkdir()
     result = shell(*words, "tiny-gpt")
-    assert "status      stopped without a word: none of its processes is left" in result.stdout
-    assert "slurm-forge run with its job file" in result.stdout
-    assert "last heard" not in result.stdout
+    assert " stopped without a word: none of its processes is left on this mach" in result.stdout
+    place = "the last checkpoint" if saved else "the start"
+    assert f"to go on from {place}: slurm-forge run with its job file" in result.stdout
+    assert "running" not in result.stdout
+    told = json.loads(shell(words[0], "tiny-gpt", "--json").stdout)
+    assert (told["status"], told["words"][:20]) == ("stopped", "stopped without a wo")
+    assert json.loads(shell("status", "--json").stdout)["runs"][0]["status"] == "stopped"
 
 
 def test_a_run_that_was_started_here_in_another_way_is_not_said_to_be_gone(

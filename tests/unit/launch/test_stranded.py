@@ -69,24 +69,36 @@ class Slurm:
 
     def update_job(self, job: str, update: JobUpdate) -> None:
         self.asked.append(f"update {' '.join(update.assignments())}")
+        if update.comment is not None and self.job is not None:
+            self.job = replace(self.job, comment=update.comment)
 
 
-@pytest.mark.parametrize("restarts", [0, 19])
-def test_it_is_tried_again_later(restarts: int) -> None:
+@pytest.mark.parametrize("restarts", [0, 19, 500])
+def test_it_is_tried_again_later_however_often_it_was_preempted(restarts: int) -> None:
     slurm = Slurm()
     done = leave_to_slurm(slurm, "7", "stale\nhandle", restart_count=restarts)  # type: ignore[arg-type]
     assert done == "requeued"
     assert slurm.asked == [
-        "update Comment=slurm_forge: stale handle",
+        f"update Comment=slurm_forge: stale handle (try 1 in a row, restart {restarts})",
         "requeue 7",
         "update StartTime=now+180",
     ]
 
 
 def test_and_held_in_the_end() -> None:
-    slurm = Slurm()
-    assert leave_to_slurm(slurm, "7", "full", restart_count=20) == "held"  # type: ignore[arg-type]
+    slurm, long = Slurm(), "a reason that has no end, " * 20
+    for restarts in range(40, 60):
+        assert leave_to_slurm(slurm, "7", long, restart_count=restarts) == "requeued"  # type: ignore[arg-type]
+    assert leave_to_slurm(slurm, "7", long, restart_count=60) == "held"  # type: ignore[arg-type]
     assert slurm.asked[-1] == "requeuehold 7"
+    # Whoever releases it wants it tried anew.
+    assert leave_to_slurm(slurm, "7", long, restart_count=61) == "requeued"  # type: ignore[arg-type]
+
+
+def test_what_a_start_in_between_did_not_find_is_not_counted() -> None:
+    slurm = Slurm()
+    for restarts in range(0, 80, 2):
+        assert leave_to_slurm(slurm, "7", "full", restart_count=restarts) == "requeued"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -14,8 +15,10 @@ from slurm_forge.journal.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    DecisionTaken,
     LaunchStarted,
     NoticeSeen,
+    Progress,
     RequeueDone,
     RequeueIntended,
     UserAsked,
@@ -32,6 +35,9 @@ from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.fake_slurm import FakeSlurm, FakeSlurmSpec, Runs
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
 SITE = find_site("generic")
 LIMITS = WatchLimits()
@@ -75,9 +81,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(FakeSlurm(FakeSlurmSpec(start=start)), tmp_path)
 
 
-def begins(run: RunDirectory, job: str, number: int = 1, via: str = "sbatch") -> JournalWriter:
-    claim_attempt(run, job=job, restart_count=0, host="n1", pid=1, nodes=("n1",), time=time.time())
-    journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1)
+def begins(
+    run: RunDirectory,
+    job: str,
+    number: int = 1,
+    via: str = "sbatch",
+    clock: Callable[[], float] = time.time,
+) -> JournalWriter:
+    claim_attempt(run, job=job, restart_count=0, host="n1", pid=1, nodes=("n1",), time=clock())
+    journal = JournalWriter(run, attempt=number, writer="supervisor", launch=1, clock=clock)
     journal.write(AttemptStarted(job=job, restart_count=0, nodes=("n1",), host="n1", via=via))
     return journal
 
@@ -116,9 +128,20 @@ def test_a_dead_run_is_found_and_left_alone(world: World) -> None:
     assert asked == ["squeue"], "what Slurm said of it is still good"
 
 
-def test_a_dead_run_is_brought_back_so_often_and_no_more(world: World) -> None:
+def saves(run: RunDirectory, attempt: int, clock: Callable[[], float]) -> JournalWriter:
+    """A checkpoint, by the clock of rank 0's node."""
+    journal = JournalWriter(run, attempt=attempt, writer="rank0", launch=1, clock=clock)
+    journal.follow(read_journal(run)[0])
+    name = f"step-{attempt:08d}.a{attempt}.l1-00000000"
+    journal.write(CheckpointCommitted(name=name, step=attempt, reason="every", seconds=1.0, size=1))
+    return journal
+
+
+@pytest.mark.parametrize("ahead", [0, 3600, -3600])
+def test_a_dead_run_is_brought_back_so_often_and_no_more(world: World, ahead: int) -> None:
     run, job = world.submit()
     begins(run, job)
+    saves(run, 1, lambda: time.time() + ahead)
     jobs = [job]
     for _ in range(3):
         world.fake.wait_state(jobs[-1], JobState.COMPLETED)
@@ -137,10 +160,32 @@ def test_a_dead_run_is_brought_back_so_often_and_no_more(world: World) -> None:
     asked = [r.event for r in read_journal(run)[0] if isinstance(r.event, UserAsked)]
     assert sum(event.verb == RESTARTED for event in asked) == 3
     # A checkpoint is progress, which frees the budget.
-    journal = JournalWriter(run, attempt=1, writer="rank0", launch=1)
-    name = "step-00000010.a1.l1-00000000"
-    journal.write(CheckpointCommitted(name=name, step=10, reason="every", seconds=1.0, size=1))
+    begins(run, jobs[-1], number=2)
+    saves(run, 2, lambda: time.time() + ahead)
     assert only(world.watcher(RESTART).round([run])).done.startswith("submitted as job")
+
+
+@pytest.mark.parametrize("ahead", [0, 3600, -3600])
+def test_a_checkpoint_is_overdue_by_the_time_of_the_files(world: World, ahead: int) -> None:
+    """Whatever the clock of its node says."""
+    run, job = world.submit(seconds=100_000)
+    now = time.time() - 1800
+    begins(run, job, clock=lambda: now + ahead).write(LaunchStarted(world_size=2))
+    world.fake.wait_state(job, JobState.RUNNING)
+    journal = saves(run, 1, lambda: now + ahead)
+    for minutes in range(5, 31, 5):
+        now += 300
+        name = f"step-{minutes:08d}.a1.l1-00000000"
+        if minutes <= 20:
+            journal.write(
+                CheckpointCommitted(name=name, step=minutes, reason="every", seconds=1.0, size=1)
+            )
+        journal.write(Progress(step=minutes))
+    world.fake.advance(timedelta(seconds=30))
+    assert world.watcher().round([run]).found == ()
+    found = only(world.watcher(WatchLimits(overdue_s=500.0, overdue_times=1.9)).round([run]))
+    assert found.finding.kind is FindingKind.CHECKPOINT_OVERDUE
+    assert found.finding.words.startswith("no checkpoint for 10 min; the usual is one every 5 min")
 
 
 @pytest.mark.parametrize("purged", [False, True])
@@ -295,11 +340,23 @@ def test_a_command_that_says_nothing_is_not_stuck(world: World) -> None:
     assert world.watcher().round([run]).found == ()
 
 
+@pytest.mark.parametrize("ahead", [0, 3600])
 def test_forgotten_after_a_notice_it_is_left_to_a_person(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     run, job = world.submit(seconds=5000)
-    begins(run, job).write(NoticeSeen(what="SIGTERM", source="batch step"))
+    supervisor = begins(run, job)
+    # What rank 0 has decided before is no answer to it, whatever its clock says.
+    warned = Decision(
+        incident_id="1.1.warning",
+        cause=Cause.NON_FINITE,
+        action=Action.WARN,
+        reason="",
+        plan=RecoveryPlan(),
+    )
+    rank = saves(run, 1, lambda: time.time() + ahead)
+    rank.write(DecisionTaken(decision=warned))
+    supervisor.write(NoticeSeen(what="SIGTERM", source="batch step"))
     world.fake.wait_state(job, JobState.RUNNING)
     world.fake.cancel(job)
     world.fake.advance(timedelta(seconds=4000))

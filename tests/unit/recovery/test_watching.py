@@ -110,9 +110,14 @@ TABLE = [
         for reason in (
             "PartitionTimeLimit", "DependencyNeverSatisfied", "AssocMaxNodePerJobLimit",
             "QOSMaxWallDurationPerJobLimit", "BadConstraints", "AssocGrpCPUMinutesLimit",
-            "InvalidAccount", "PartitionDown",
+            "InvalidAccount", "PartitionDown", "ReservationDeleted", "ReservationInvalid",
+            "Reservation_dev_is_invalid",
         )
     ],
+    ("its reservation was deleted", WAITS,
+     queue(JobState.RESV_DEL_HOLD, "Reservation_dev_was_deleted"), LIMITS, K.WAITS_IN_VAIN, R.NONE),
+    ("its reservation has not begun", WAITS, queue(PENDING, "Reservation"), LIMITS, None, None),
+    ("held, its reservation is invalid", HELD, queue(PENDING, "ReservationInvalid"), LIMITS, K.HELD, R.NONE),
     ("a limit that others free", WAITS, queue(PENDING, "AssocMaxJobsLimit"), LIMITS, None, None),
     ("minutes of what runs", WAITS, queue(PENDING, "AssocGrpCPURunMinutesLimit"), LIMITS, None, None),
     # open intents

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
+from slurm_forge.cli.gathering import Gathering
 from slurm_forge.journal import JournalWriter, read_journal, read_position
 from slurm_forge.journal import events as ev
 from slurm_forge.report.facts import RunFacts
@@ -27,6 +29,8 @@ class Scribe:
         if not self.run.spec_file.exists():
             self.run.create(spec)
         self.now = TUESDAY
+        #: By how much the clock of the node that writes is ahead of the one that ``now`` is of.
+        self.ahead = 0.0
         self.attempt = 0
         self.launch = 0
         self._incidents = 0
@@ -41,10 +45,13 @@ class Scribe:
                 attempt=self.attempt,
                 writer=writer,
                 launch=number,
-                clock=lambda: self.now,
+                clock=lambda: self.now + self.ahead,
             )
             self._writers[key].follow(read_journal(self.run)[0])
-        self._writers[key].write(event, durable=False)
+        journal = self._writers[key]
+        journal.write(event, durable=False)
+        assert journal._file is not None
+        os.utime(journal._file.path, (self.now, self.now))
 
     def later(self, seconds: float) -> Scribe:
         self.now += seconds
@@ -62,8 +69,9 @@ class Scribe:
             host="n01",
             pid=1,
             nodes=nodes,
-            time=self.now,
+            time=self.now + self.ahead,
         )
+        os.utime(self.run.attempts / f"{claim.attempt}.json", (self.now, self.now))
         self.attempt, self.launch = claim.attempt, 0
         self.write(
             "supervisor",
@@ -337,6 +345,12 @@ class Scribe:
         self.run.mark_done(step, self.attempt)
         self.write("supervisor", ev.Finished(step=step))
         self.end("finished")
+
+    def looked(self, *, after: float = 0.0) -> RunFacts:
+        """As ``facts``, with the times of the files, as the command line finds them."""
+        gathering = Gathering(self.run, clock=lambda: self.now + after)
+        gathering.look()
+        return replace(gathering.facts(), reference=self.run.name)
 
     def facts(self, *, after: float = 0.0, total: int | None = 400) -> RunFacts:
         """What a reader finds ``after`` seconds."""

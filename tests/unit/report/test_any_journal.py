@@ -170,6 +170,10 @@ FACTS = st.builds(
     nodes_asked=st.none() | st.integers(),
     not_started=st.lists(st.builds(NotStarted, JOBS, TIMES, st.text()), max_size=2).map(tuple),
     queue=st.none() | st.builds(QueueAnswer, JOBS, st.none() | QUEUED),
+    last_written=st.none() | TIMES,
+    claimed=st.none() | TIMES,
+    asked=st.none() | TIMES,
+    gone_here=st.just("") | JOBS,
 )
 TESTED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev
+from slurm_forge.launch.not_started import why_not_started
 from slurm_forge.report.explain import explain, only_attempt
 from slurm_forge.report.explain_text import explain_text
 from slurm_forge.report.facts import RunFacts
 from slurm_forge.report.status import take_status
 from slurm_forge.report.status_text import status_text
+from slurm_forge.testing.fake_slurm import FakeSlurm
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Change
 from slurm_forge.vocabulary.plan import RecoveryPlan
@@ -509,6 +512,27 @@ def test_an_attempt_that_went_without_a_word(scribe: Scribe) -> None:
     assert "waited 10 min in the queue" in text
 
 
+def test_a_start_that_fails_is_no_sign_of_life_of_the_attempt_before(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 50)
+    before = told(scribe.facts())
+    scribe.later(3600)
+    monkeypatch.setattr("slurm_forge.launch.not_started.time.time", lambda: scribe.now)
+    error = ConfigError("no such module", next_step="Load it.")
+    why_not_started(scribe.run, {"SLURM_JOB_ID": "41"}, error, FakeSlurm())
+    facts = scribe.facts(after=60)
+    (attempt,) = explain(facts).attempts
+    assert attempt.last_seen == scribe.now - 3600
+    assert "note: job 41 could not start on " in told(facts)
+    assert take_status(facts).words == "running, but nothing was heard of it for 61 min"
+    scribe.later(60).begin()
+    assert "ended without a word, last heard of 09:08:34" in told(scribe.facts())
+    assert "last heard of 09:08:34" not in before
+
+
 def test_no_journal_at_all(scribe: Scribe) -> None:
     text = told(scribe.facts())
     assert text.startswith("tiny-gpt   new\n   not started yet\n")
@@ -646,6 +670,15 @@ def test_a_superseded_attempt_is_left_out_and_told(scribe: Scribe) -> None:
     assert "3 lines that attempt 1 wrote after a newer one had taken over do not count" in told(
         facts
     )
+
+
+def test_one_line_of_a_superseded_attempt(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.later(60).begin()
+    scribe.attempt = 1
+    scribe.later(1).write("supervisor", ev.LaunchEnded(outcome="crash"))
+    words = "1 line that attempt 1 wrote after a newer one had taken over does not count"
+    assert words in told(scribe.facts())
 
 
 def test_clocks_that_differ_between_attempts_are_told(scribe: Scribe) -> None:

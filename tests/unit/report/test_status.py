@@ -349,3 +349,39 @@ def test_saves_that_fail_in_a_row(scribe: Scribe) -> None:
     assert "saves: 8 in a row failed since" in text
     scribe.save(100)
     assert "saves" not in screen(scribe.facts())
+
+
+@pytest.mark.parametrize("ahead", [3600, 0, -3600])
+def test_saves_that_fail_in_a_row_are_counted_whatever_the_nodes_clocks_say(
+    scribe: Scribe, ahead: int
+) -> None:
+    scribe.ahead = ahead
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(19_999, 20_000)
+    scribe.save(20_000)
+    scribe.ahead = 0
+    scribe.later(60).begin()
+    scribe.resume(20_000)
+    scribe.train(20_001, 20_001)
+    for _ in range(2):
+        scribe.later(60).write("rank0", ev.CheckpointFailed(step=20_001, reason=FULL))
+    shown = screen(scribe.facts())
+    assert "but the last 2 saves failed" in shown["status"]
+    assert shown["saves"].endswith("1 step since step 20 000 at risk")
+    assert ": 1 step since step 20 000 is at risk" in shown["next"]
+    scribe.ahead = ahead
+    scribe.later(60).begin()
+    scribe.resume(20_000)
+    scribe.train(20_001, 20_002)
+    scribe.save(20_002)
+    assert "saves" not in screen(scribe.facts())
+
+
+def test_a_chain_of_jobs_is_told_in_the_order_of_its_attempts(scribe: Scribe) -> None:
+    """Whatever the clocks of their nodes say."""
+    scribe.submitted("12")
+    for job, ahead in (("12", 7200), ("13", 0), ("14", -7200)):
+        scribe.ahead = ahead
+        scribe.later(60).begin(job=job)
+    assert screen(scribe.facts())["job"] == "14   (jobs 12 → 13 → 14)"

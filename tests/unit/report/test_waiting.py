@@ -112,7 +112,13 @@ def held(scribe: Scribe, *, refused: str = "", confirmed: bool = True) -> None:
         ("AssocGrpCpuLimit", "a limit of the account or the user is reached", "nothing to do"),
         ("PartitionTimeLimit", "more time than its partition allows", f"JobId={JOB} TimeLimit="),
         ("DependencyNeverSatisfied", "ended in another way", f"scancel {JOB}, then {AGAIN}"),
+        ("Reservation", "waits for its reservation to begin (Reservation)", "nothing to do"),
         ("ReservationDeleted", "its reservation is gone", "submit without it"),
+        ("Reservation_dev_was_deleted", "its reservation is gone", "submit without it"),
+        ("ReservationInvalid", "its reservation is not valid for it", "submit without it"),
+        ("Reservation_dev_is_invalid", "its reservation is not valid for it", "submit without it"),
+        ("ReservationOfANewKind", "Slurm says: ReservationOfANewKind", f"squeue -j {JOB}"),
+        ("Licenses,Dependency", "waits for a licence (Licenses,Dependency)", "nothing to do"),
         ("BeamMeUp\x1b[2J", "Slurm says: BeamMeUp?[2J", f"squeue -j {JOB}"),
         (None, "Slurm gives no reason", f"squeue -j {JOB}"),
     ],
@@ -126,6 +132,47 @@ def test_reasons_in_plain_words(scribe: Scribe, reason: str | None, text: str, n
     assert next_ in shown["next"]
     assert text in told(facts)
     assert "\x1b" not in told(facts)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("SomethingNew", " (Slurm says: SomethingNew)"),
+        ("Dependency", " (Slurm says: Dependency)"),
+        ("BeginTime", " (Slurm says: BeginTime)"),
+        ("Priority", " (Slurm says: Priority)"),
+        ("None", ""),
+        (None, ""),
+    ],
+)
+def test_a_job_of_priority_0_is_held_whatever_slurm_says(
+    scribe: Scribe, reason: str | None, said: str
+) -> None:
+    requeued(scribe)
+    facts = replace(scribe.facts(after=60), queue=pending(reason, priority=0))
+    shown = screen(facts)
+    assert shown["status"].endswith(f": held in the queue{said}")
+    assert shown["next"] == f"to let it go on: scontrol release {JOB}, or {AGAIN}"
+    waiting = take_status(facts).waiting
+    assert waiting is not None and waiting.held
+
+
+@pytest.mark.parametrize(
+    ("reason", "state", "text"),
+    [
+        ("BadConstraints", JobState.PENDING, "no node has what it asks for"),
+        ("ReservationInvalid", JobState.RESV_DEL_HOLD, "its reservation is not valid"),
+        ("Reservation_dev_was_deleted", JobState.RESV_DEL_HOLD, "its reservation is gone"),
+    ],
+)
+def test_a_release_is_not_advised_where_it_changes_nothing(
+    scribe: Scribe, reason: str, state: JobState, text: str
+) -> None:
+    requeued(scribe)
+    shown = screen(replace(scribe.facts(), queue=pending(reason, state=state, priority=0)))
+    assert text in shown["status"]
+    assert "it will not start like this" in shown["next"]
+    assert "scontrol release" not in shown["next"]
 
 
 def test_a_release_is_advised_only_to_whom_it_is_open(scribe: Scribe) -> None:
@@ -673,6 +720,80 @@ def test_a_running_run_that_slurm_does_not_know(scribe: Scribe) -> None:
     shown = screen(replace(scribe.facts(after=45), queue=unknown))
     assert f"Slurm does not know job {JOB} any more" in shown["status"]
     assert "slurm-forge requeue tiny-gpt" in shown["next"]
+
+
+@pytest.mark.parametrize("ahead", [3600, 0, -3600])
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        (ended(JobState.FAILED), "stopped", f"job {JOB} has ended (FAILED"),
+        (ended(JobState.CANCELLED), "cancelled", f"job {JOB} was cancelled"),
+        (QueueAnswer(JOB, None), "stopped", f"Slurm does not know job {JOB} any more"),
+        (pending("None", state=JobState.RUNNING), "running", "training, last heard of 90 s ago"),
+    ],
+)
+def test_how_long_a_run_is_silent_is_no_matter_of_its_nodes_clock(
+    scribe: Scribe, answer: QueueAnswer, status: str, words: str, ahead: int
+) -> None:
+    scribe.ahead = ahead
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    facts = replace(scribe.looked(after=90), queue=answer)
+    shown = screen(facts)
+    assert shown["status"].startswith(f"{status}: {words}")
+    assert take_status(facts).last_seen_age_s == 90
+    assert words in told(facts)
+    if status == "running":
+        assert shown["last heard"] == "90 s ago"
+        assert "running   step 20, last heard of 90 s ago" in told(facts)
+    else:
+        assert f"to go on from the start: {AGAIN}" in shown["next"]
+        assert "last heard of 90 s ago" in shown["status"]
+        assert f"Next: to go on from the start: {AGAIN}.\n" in told(facts)
+
+
+@pytest.mark.parametrize("answer", [ended(JobState.FAILED), QueueAnswer(JOB, None)])
+def test_a_sign_of_life_that_is_yet_to_come_is_none(scribe: Scribe, answer: QueueAnswer) -> None:
+    """The clock of whoever looks is behind that of the files."""
+    scribe.begin()
+    scribe.resume(0)
+    assert screen(replace(scribe.looked(after=-3600), queue=answer))["status"].startswith("stopped")
+
+
+def test_a_run_goes_on_from_where_it_can(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.save(20)
+    facts = replace(scribe.facts(after=90), queue=ended(JobState.FAILED))
+    assert f"to go on from the last checkpoint: {AGAIN}" in screen(facts)["next"]
+    program = Scribe(scribe.run.path.parent, "program")
+    program.attempt, program.launch = 1, 1
+    program.write(
+        "supervisor",
+        ev.AttemptStarted(job=JOB, restart_count=0, nodes=("n01",), host="n01", via="exec"),
+    )
+    program.write("supervisor", ev.LaunchStarted(world_size=0))
+    facts = replace(program.facts(after=90), queue=ended(JobState.FAILED))
+    assert "to go on: slurm-forge requeue program" in screen(facts)["next"]
+
+
+@pytest.mark.parametrize("ahead", [3600, 0, -3600])
+def test_a_start_that_fails_is_told_whatever_the_clocks_of_nodes_say(
+    scribe: Scribe, ahead: int
+) -> None:
+    scribe.ahead = ahead
+    requeued(scribe)
+    note = NotStarted(JOB, scribe.now + 60, "no Python")
+    facts = replace(scribe.looked(after=120), not_started=(note,))
+    assert "no Python" in screen(facts)["status"]
+    scribe.later(120).write("cli", ev.UserAsked(verb="requeue", user="x"), launch=1 << 30)
+    assert "no Python" not in screen(replace(scribe.looked(), not_started=(note,)))["status"]
+    again = replace(note, time=scribe.now + 5)
+    assert "no Python" in screen(replace(scribe.looked(), not_started=(again,)))["status"]
+    scribe.later(20).begin()
+    assert "no Python" not in screen(replace(scribe.looked(), not_started=(again,)))["status"]
 
 
 def test_a_running_run_that_slurm_has_put_back_into_the_queue(scribe: Scribe) -> None:
