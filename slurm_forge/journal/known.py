@@ -95,6 +95,8 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
             metric_name=earlier.metric_name,
             witness=earlier.witness,
             witness_samples=earlier.witness_samples,
+            seconds=event.seconds or earlier.seconds,
+            blocked_s=event.blocked_s or earlier.blocked_s,
         )
     return (*(k for k in known if k.name != found.name), found)
 

@@ -149,7 +149,7 @@ class Attempt:
         """
         from slurm_forge.store.directory import CheckpointStore
 
-        known = {each.name for each in self.state().known}
+        known = {each.name for each in fold(read_journal(self.run, fresh=True)[0]).known}
         ours = (self.claim.attempt, self.launch)
         with contextlib.suppress(OSError, UnsafeFileError):
             store = CheckpointStore(self.run.checkpoints, self.file.job.name)
@@ -157,10 +157,15 @@ class Attempt:
                 if (name.attempt, name.launch) != ours or name in known:
                     continue
                 with contextlib.suppress(CheckpointRejectedError):
-                    size = store.verify_manifest(name).size
+                    manifest = store.verify_manifest(name)
                     self._cannot_write(
                         CheckpointCommitted(
-                            name=str(name), step=name.step, reason="stop", seconds=0.0, size=size
+                            name=str(name),
+                            step=name.step,
+                            reason="stop",
+                            seconds=0.0,
+                            size=manifest.size,
+                            findings=tuple(manifest.findings),
                         )
                     )
 

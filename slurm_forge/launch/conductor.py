@@ -357,24 +357,24 @@ class Conductor:
         # The batch step may get the same one again and again.
         if source != _BATCH or not heard or heard[-1] != name:
             self._note(NoticeSeen(what=name, source=source))
-        of_batch = source == _BATCH or self._is_of_whole_job(source)
-        newly = of_batch and not seen.batch_signals and seen.stop_asked is not None
+        of_batch = source == _BATCH or self._is_of_whole_job(name, source)
+        stopping = of_batch and seen.stop_asked is not None
         if of_batch:
             seen.note_batch_signal(name, self._watch, self._clock())
         else:
             heard.append(name)
             self._signalled_by.add(source)
         self._ask_stop(name)
-        if newly:
+        if stopping:
             self._questions.batch_signalled()
 
-    def _is_of_whole_job(self, source: str) -> bool:
+    def _is_of_whole_job(self, name: str, source: str) -> bool:
         """Whether a rank's signal came with one for the batch step, where nobody listens there.
 
-        At the start of a preemption's grace time Slurm signals the tasks of steps once; what they
-        get after that, a scancel or the end of the grace time, the batch step gets, too.
+        At the start of a preemption's grace time Slurm signals the tasks of steps once; a SIGTERM
+        after that, a scancel's or the end of the grace time, the batch step gets, too.
         """
-        return self._launched is None and source in self._signalled_by
+        return self._launched is None and name == "SIGTERM" and source in self._signalled_by
 
     def _look_at_trends(self, now: float) -> None:
         """A slow node is told of; where the job file says so, the launch is stopped for it."""

@@ -24,8 +24,9 @@ _FIRST_ANSWER_S = 1.0
 _NEAR_THE_END = timedelta(minutes=10)
 #: Between two looks: then the job was suspended, and Slurm has moved its end.
 _GAP_S = 3.5
-#: How long Slurm's answer with that end is waited for.
+#: How long Slurm's answer with that end is waited for, and where it may be all the time there is.
 _NEW_END_WITHIN_S = 10.0
+_MOMENT_S = 2.0
 
 
 class Deadline:
@@ -48,7 +49,8 @@ class Deadline:
         self._started = started
         self._told_left: float | None = None
         self._next_refresh = started + _REFRESH_EVERY_S
-        self._looked = self._resumed = started
+        self._looked = started
+        self._resumed: float | None = None
         self._resumed_query = 0
         #: When a stop that is under way is waited for no longer, on the conductor's clock.
         self.ends_at: float | None = None
@@ -72,17 +74,21 @@ class Deadline:
             return clock.ahead
         return self._now() - self.slurm_time(now)
 
-    def _awaits_new_end(self, now: float) -> bool:
+    def _awaits_new_end(self, now: float, within: float) -> bool:
         """Whether the job was suspended, and Slurm may still tell when it ends since then."""
-        answered = self._watch.latest_query >= self._resumed_query
-        return not answered and now < self._resumed + _NEW_END_WITHIN_S
+        if self._resumed is None or self._watch.latest_query >= self._resumed_query:
+            return False
+        return now < self._resumed + within
 
     def time_is_up(self, now: float) -> bool:
         """Whether the job's end, as Slurm tells it, is so near that a stop has to be asked for.
 
         To be asked several times a second.
         """
-        if now - self._looked > _GAP_S:
+        # Looks that are slow themselves, on a storage that hangs, must not make us wait for ever.
+        answered = self._watch.latest_query >= self._resumed_query
+        first = self._resumed is None or now >= self._resumed + _NEW_END_WITHIN_S
+        if now - self._looked > _GAP_S and answered and first:
             self._resumed, self._resumed_query = now, self._watch.ask()
         self._looked = now
         record = self._watch.latest
@@ -95,7 +101,7 @@ class Deadline:
             # The limit may have been changed; near the end we look once a minute.
             self._next_refresh = now + (_REFRESH_EVERY_S if near else _REFRESH_FAR_S)
             self._watch.ask()
-        if self._watch.awaits_time or self._awaits_new_end(now):
+        if self._watch.awaits_time or self._awaits_new_end(now, _NEW_END_WITHIN_S):
             return False  # by a clock that is an hour ahead, each job's time is up
         return left is not None and left <= self._timing.lead
 
@@ -112,11 +118,10 @@ class Deadline:
             left = end - (self.slurm_time(now) - asked_ago)
             # A plan that is over was not what Slurm goes by.
             given = min(given, left) if record is not None or left > timedelta(0) else given
-        signalled = seen.batch_signalled
-        if signalled is not None and seen.signalled_since(self._watch):
+        after = seen.terminated_after
+        if after is not None and self._watch.latest_query < seen.terminated_query:
             # Slurm ends the job KillWait after that, and has not told anything else.
-            until_term = timedelta(seconds=signalled - seen.stop_asked)
-            given = min(given, until_term + self._timing.kill_wait)
+            given = min(given, after + self._timing.kill_wait)
         if record is not None and record.state in _ENDING:
             # It has been told to end already: no grace, or the grace is over.
             given = min(given, self._timing.kill_wait)
@@ -127,7 +132,7 @@ class Deadline:
             self._told_left = ends_at
             self._hub.time_left(max(0.0, ends_at - now))
         if now >= ends_at:
-            if self._awaits_new_end(now):
+            if self._awaits_new_end(now, _MOMENT_S):
                 return
             first = seen.notice_record is None and self._watch.asking
             if first and now < ends_at + _FIRST_ANSWER_S:

@@ -226,9 +226,9 @@ class ProgramConductor:
     def _act_on(self, what: str, source: str) -> None:
         seen = self._seen
         if source == _BATCH:
-            first = not seen.batch_signals and seen.stop_asked is not None
+            stopping = seen.stop_asked is not None
             seen.note_batch_signal(what, self._watch, self._clock())
-            if first:  # what Slurm said before does not explain it
+            if stopping:  # what Slurm said before does not explain it
                 seen.evidence_query = self._watch.ask()
         elif source == _STEPS:
             seen.rank_signals.append(what)
@@ -326,7 +326,7 @@ class ProgramConductor:
             job_first=seen.first_record,
             job=seen.notice_record,
             job_now=seen.job_now(self._watch),
-            batch_signalled_after=seen.batch_signalled_after,
+            terminated_after=seen.terminated_after,
             signalled_since=seen.signalled_since(self._watch),
             restart_count=self._restart_count,
             lead=self._timing.lead,

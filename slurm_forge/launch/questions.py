@@ -36,7 +36,7 @@ class Questions:
         self._next_stop_query = now + _ASK_AGAIN_S
 
     def batch_signalled(self) -> None:
-        """The batch step got its first signal: what Slurm said before does not explain it."""
+        """The batch step got a signal: what Slurm said before does not explain it."""
         self._seen.evidence_query = self._watch.ask()
 
     def look(self, now: float) -> None:

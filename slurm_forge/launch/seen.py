@@ -71,10 +71,11 @@ class Seen:
     #: The first query that was begun after the newest signal or the launch's end: Slurm's earlier
     #: answers say nothing about either.
     evidence_query: int = 0
-    #: The first query that was begun after the newest signal for the batch step, and when the
-    #: first of them came, on the conductor's clock.
+    #: The first query that was begun after the newest signal for the batch step.
     batch_query: int = 0
-    batch_signalled: float | None = None
+    #: When its first SIGTERM came, on the conductor's clock, and the first query after that.
+    terminated: float | None = None
+    terminated_query: int = 0
     #: The last save asked for, until it is agreed, and then the step at which it comes.
     save_request: int | None = None
     save_step: int = 0
@@ -124,15 +125,15 @@ class Seen:
         """The batch step got a signal: what Slurm said before does not explain it."""
         self.batch_query = watch.next_query
         self.batch_signals.append(name)
-        if self.batch_signalled is None:
-            self.batch_signalled = now
+        if name == "SIGTERM" and self.terminated is None:
+            self.terminated, self.terminated_query = now, self.batch_query
 
     @property
-    def batch_signalled_after(self) -> timedelta | None:
-        """How long after the stop was asked for the batch step got its first signal."""
-        if self.stop_asked is None or self.batch_signalled is None:
+    def terminated_after(self) -> timedelta | None:
+        """How long after the stop was asked for the batch step got its first SIGTERM."""
+        if self.stop_asked is None or self.terminated is None:
             return None
-        return timedelta(seconds=max(0.0, self.batch_signalled - self.stop_asked))
+        return timedelta(seconds=max(0.0, self.terminated - self.stop_asked))
 
     def signalled_since(self, watch: JobWatch) -> bool:
         """Whether the batch step was signalled after all that Slurm has answered."""
@@ -182,7 +183,7 @@ class Seen:
             job_first=self.first_record,
             job=self.notice_record,
             job_now=self.job_now(watch),
-            batch_signalled_after=self.batch_signalled_after,
+            terminated_after=self.terminated_after,
             signalled_since=self.signalled_since(watch),
             lead=lead,
             planned_end=planned_end,

@@ -73,8 +73,10 @@ def leave_to_slurm(
     if tries <= _MOST_TRIES:
         counted = f"{reason[:_LONGEST_REASON]} (try {tries} in a row, restart {restart_count})"
         comment = JobUpdate(comment=comment_of(counted))
-    with contextlib.suppress(SlurmCommandError):
+    try:
         slurm.update_job(job, comment)
+    except SlurmCommandError:
+        tries = max(tries, restart_count)  # which counts preemptions, too; nothing else counts
     if tries > _MOST_TRIES:
         reply = slurm.requeue_hold(job)
         return "held" if reply.in_queue else f"not held: {reply.stderr}"

@@ -6,8 +6,9 @@ import contextlib
 import inspect
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,9 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 
 
 _SHOWN_DIFFERENCES = 10
+#: How often a busy controller is asked whether a person has just handed in a job.
+_TRIES = 3
+_BETWEEN_TRIES_S = 2.0
 #: What of a job may be another at a later start: nothing that is computed follows from it.
 _MAY_CHANGE = (
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
@@ -303,16 +307,24 @@ def note_asked(run: RunDirectory, job: str, restart_count: int, slurm: Slurm | N
     known = {state.job, *(attempt.job for attempt in state.attempts)}
     if restart_count or job in known:
         return
-    wanted = not state.status.is_at_rest
+    wanted = not state.status.is_at_rest or not state.attempts
     if state.attempts:
-        with contextlib.suppress(ForgeError):
-            record = slurm.show_job(job)
-            submitted = None if record is None else record.submit_time
-            if submitted is not None and submitted.timestamp() > _rests_since(state, slurm):
-                note(run, UserAsked(verb="submit", user=person()))
-                wanted = True
+        submitted = _submit_time(slurm, job, tries=1 if wanted else _TRIES)
+        if submitted is not None and submitted.timestamp() > _rests_since(state, slurm):
+            note(run, UserAsked(verb="submit", user=person()))
+            wanted = True
     if wanted:
         note(run, Submitted(job=job, via="exec"))
+
+
+def _submit_time(slurm: Slurm, job: str, tries: int) -> datetime | None:
+    for remaining in reversed(range(tries)):
+        with contextlib.suppress(ForgeError):
+            record = slurm.show_job(job)
+            return None if record is None else record.submit_time
+        if remaining:
+            time.sleep(_BETWEEN_TRIES_S)
+    return None
 
 
 def _rests_since(state: RunState, slurm: Slurm) -> float:

@@ -229,7 +229,7 @@ class _Supervisor:
         if self._watch.latest is not None:
             note_unrecognized(attempt, self._watch.latest.unrecognized)
         try:
-            if not facts.finished and facts.stopped_at is None:
+            if not facts.finished and facts.stopped_at is None and not facts.deadline_passed:
                 attempt.note_published()
             return attempt.conclude(
                 gathered(

@@ -105,7 +105,7 @@ def timing(
     """
     limit = job.resources.time if record is None else record.time_limit
     before = 0.0 if usual_save is None else usual_save.total_seconds()
-    slowest = max((each.seconds for each in state.known[-5:]), default=before)
+    slowest = max((each.seconds for each in state.known[-5:] if each.seconds), default=before)
     automatic = job.checkpoint.automatic
     return Timing(
         lead=lead_time(job, limit, timedelta(seconds=slowest)),

@@ -83,7 +83,7 @@ def _incidents(attempt: AttemptState) -> int:
 
 def measured_interval(state: RunState, *, now: float) -> timedelta:
     """What the journal of a run says about how often it should save."""
-    seen = state.known[-5:]
+    seen = [each for each in state.known[-5:] if each.seconds]  # how long others took is not known
     if not seen:
         return FIRST
     return best_interval(

@@ -108,9 +108,9 @@ class LaunchFacts:
     deadline_passed: bool = False
     rank_signals: tuple[str, ...] = ()
     batch_signals: tuple[str, ...] = ()
-    #: How long after the stop was asked for that was, the first time; None where it was not, or
-    #: came after the launch.
-    batch_signalled_after: timedelta | None = None
+    #: How long after the stop was asked for its first SIGTERM came; None where none did during the
+    #: launch.
+    terminated_after: timedelta | None = None
     #: The batch step was signalled after all that Slurm has answered: no record explains that.
     signalled_since: bool = False
     failures: tuple[RankFailure, ...] = ()

@@ -181,12 +181,14 @@ def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
     job = _ended_in_grace(facts)
     if job is None or facts.grace is None or job.end_time is None or job.preempt_time is None:
         return None
-    noticed = None if facts.job is None else facts.job.preempt_time
+    notice = facts.job  # one that ends already may have the time that was set anew
+    late = notice is None or notice.state in (JobState.COMPLETING, JobState.CANCELLED)
+    noticed = None if notice is None or late else notice.preempt_time
     begun = min(job.preempt_time, noticed or job.preempt_time)
     if noticed is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
         # Slurm sets PreemptTime anew when the grace time is over (_job_check_grace_internal in
         # src/interfaces/preempt.c): only a signal at once for the batch step tells a scancel.
-        after = facts.batch_signalled_after
+        after = facts.terminated_after
         if after is None or after >= facts.grace - _SAME_MOMENT:
             return None
     over = begun + facts.grace

@@ -97,7 +97,10 @@ class Housekeeping:
         return self.make_room(_FULL)
 
     def prune(self) -> None:
-        """Delete what the job does not ask to keep."""
+        """Delete what the job does not ask to keep: a checkpoint was committed."""
+        with contextlib.suppress(OSError):
+            if self._most is not None and len(self._store.candidates()) > self._most:
+                self._most = None  # it did fit
         rules = self._asked.rules
         self._delete(lambda present: wanted(present, rules), "retention")
 

@@ -125,7 +125,7 @@ def test_a_stop_before_a_suspension_is_still_waited_for_after_it() -> None:
     job.train(1)
     job.now += 300
     job.silent = []
-    job.train(3)
+    job.train(1.5)
     assert not job.seen.deadline_passed
 
 
@@ -169,3 +169,41 @@ def test_what_the_controllers_clock_shows_is_waited_for_once_in_an_attempt() -> 
     relaunched = Deadline(late, late.watch, TIMING, late.seen, late.now, late.node_time)  # type: ignore[arg-type]
     late.now += 2
     assert relaunched.time_is_up(late.now), "and no longer than that"
+
+
+def test_signals_that_end_nothing_shorten_no_stop() -> None:
+    """``--signal=B:USR1@600``, sent twice, while Slurm is silent."""
+    job = Job()
+    job.train(60)
+    job.silent = []
+    job.stop()
+    for _ in range(2):
+        job.seen.note_batch_signal("SIGUSR1", job.watch, job.now)
+    job.train(120)
+    assert not job.seen.deadline_passed
+
+
+def test_a_second_signal_takes_back_nothing_that_slurm_has_answered() -> None:
+    job = Job()
+    job.train(60)
+    job.record = replace(RUNNING, preempt_time=BEGAN, end_time=BEGAN + timedelta(seconds=400))
+    job.stop()
+    job.seen.note_batch_signal("SIGTERM", job.watch, job.now)
+    job.watch.ask()
+    job.train(1)
+    job.seen.note_batch_signal("SIGTERM", job.watch, job.now)
+    job.train(120)
+    assert not job.seen.deadline_passed
+
+
+def test_looks_that_take_long_themselves_do_not_hide_the_end_of_the_limit() -> None:
+    """On a storage that hangs for seconds at a time, with a Slurm that is slow as well."""
+    job = Job()
+    job.now = 2 * 3600 - 200.0
+    job.silent = []
+    due = []
+    while job.now < 2 * 3600 - 60:
+        job.now += 4
+        job.watch.collect()
+        due.append(job.deadline.time_is_up(job.now))
+    assert any(due)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -475,26 +475,29 @@ GRACE = timedelta(seconds=30)
 
 
 @pytest.mark.parametrize(
-    ("noticed", "after", "cause"),
+    ("answered", "after", "cause"),
     [
-        (None, None, Cause.PREEMPTED),
-        (None, GRACE, Cause.PREEMPTED),
-        (NOW, GRACE, Cause.PREEMPTED),
-        (None, timedelta(0), Cause.USER_CANCELLED),
+        ("never", None, Cause.PREEMPTED),
+        ("never", GRACE, Cause.PREEMPTED),
+        ("at once", GRACE, Cause.PREEMPTED),
+        ("late", GRACE, Cause.PREEMPTED),
+        ("never", timedelta(0), Cause.USER_CANCELLED),
+        ("late", timedelta(0), Cause.USER_CANCELLED),
     ],
 )
 def test_the_end_of_a_grace_time_is_no_cancellation(
-    noticed: datetime | None, after: timedelta | None, cause: Cause
+    answered: str, after: timedelta | None, cause: Cause
 ) -> None:
     """Slurm sets PreemptTime anew then; a scancel in the moment of the notice looks the same."""
     over = NOW + timedelta(seconds=31)
     ending = job(JobState.COMPLETING, preempt_time=over, end_time=over)
-    notice = None if noticed is None else job(preempt_time=noticed, end_time=noticed + GRACE)
+    at_once = job(preempt_time=NOW, end_time=NOW + GRACE)
+    notice = {"never": None, "at once": at_once, "late": ending}[answered]
     incident = judged(
         grace=GRACE,
         rank_signals=("SIGTERM",),
         batch_signals=("SIGTERM",),
-        batch_signalled_after=after,
+        terminated_after=after,
         job=notice,
         job_now=ending,
     )
