@@ -207,7 +207,12 @@ CASES = [
         "a scancel in the moment of the notice: PreemptTime is set, the grace time is not over",
         Cause.USER_CANCELLED,
         Confidence.LIKELY,
-        {**BOTH, "job": CANCELLED_IN_GRACE, "grace": timedelta(seconds=30)},
+        {
+            **BOTH,
+            "terminated_after": timedelta(0),
+            "job": CANCELLED_IN_GRACE,
+            "grace": timedelta(seconds=30),
+        },
         says="before the end of the grace time of 30 s",
     ),
     Case(
