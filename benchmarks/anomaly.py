@@ -25,10 +25,18 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.tables import Machine, table, write_json
-from slurm_forge.control.protocol import Message, Propose, RequestKind
-from slurm_forge.recovery.anomaly import announced
+from slurm_forge.control.messages.protocol import (
+    Message,
+    Propose,
+    RequestKind,
+)
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    announced,
+)
 from slurm_forge.spec.recovery import default_recovery
-from slurm_forge.training.spikes import SpikeWatch
+from slurm_forge.training.instability.spike_monitor import (
+    SpikeWatch,
+)
 
 Array = npt.NDArray[np.float64]
 #: Losses and norms of that many steps.

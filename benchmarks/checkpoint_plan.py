@@ -30,9 +30,16 @@ from benchmarks.checkpoint_state import Size, training_state
 from benchmarks.checkpoint_ways import Way, Ways
 from benchmarks.tables import Section, paired_ratio, spread, table
 from slurm_forge.checkpoint.collectives import Ranks as Exchange
-from slurm_forge.checkpoint.plan import Planner
-from slurm_forge.checkpoint.save import CheckpointWriter, save_checkpoint
-from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.write.plan import (
+    Planner,
+)
+from slurm_forge.checkpoint.write.save import (
+    CheckpointWriter,
+    save_checkpoint,
+)
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, MANIFEST_NAME

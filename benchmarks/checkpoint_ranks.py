@@ -29,8 +29,8 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.tensor
 from torch._C._distributed_c10d import FileStore
 
-import slurm_forge.checkpoint.load
-import slurm_forge.checkpoint.save  # noqa: F401
+import slurm_forge.checkpoint.read.load
+import slurm_forge.checkpoint.write.save  # noqa: F401
 
 __all__ = ["Ranks", "run_ranks"]
 

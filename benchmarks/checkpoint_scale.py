@@ -33,9 +33,17 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from benchmarks.tables import Section, paired_ratio, spread, table
-from slurm_forge.checkpoint.layout import Shard, lay_out
-from slurm_forge.checkpoint.plan import choose, index_of
-from slurm_forge.checkpoint.planner import ForgeSavePlanner
+from slurm_forge.checkpoint.content.shard_layout import (
+    Shard,
+    lay_out,
+)
+from slurm_forge.checkpoint.write.plan import (
+    choose,
+    index_of,
+)
+from slurm_forge.checkpoint.write.planner import (
+    ForgeSavePlanner,
+)
 
 __all__ = ["measure_scale"]
 

@@ -28,7 +28,7 @@ from slurm_forge.run_directory import RunDirectory
 #: What the supervisor does when an attempt begins, before each launch, and before each decision.
 _FOLD = """
 import sys
-from slurm_forge.launch.submission import run_state
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 run_state(RunDirectory.existing(sys.argv[1]))
 """
@@ -48,7 +48,7 @@ class Command(str, Enum):
     STATUS_MANY_FIRST = "slurm-forge status, many runs, for the first time"
     WATCH_MANY = "slurm-forge watch --once, many runs"
     WATCH_MANY_FIRST = "slurm-forge watch --once, many runs, for the first time"
-    SUPERVISE = "python -c 'import slurm_forge.launch.supervise'"
+    SUPERVISE = "python -c 'import slurm_forge.launch.supervisor.main'"
     FOLD_WEEK = "python -c 'read_journal, fold', a week long"
     CEILING = "python -c 'import torch'"
 
@@ -95,7 +95,7 @@ def command_line(
         Command.EXPLAIN: [*tool, "explain", str(short.path)],
         Command.STATUS_WEEK: [*tool, "status", str(week.path)],
         Command.EXPLAIN_WEEK: [*tool, "explain", str(week.path)],
-        Command.SUPERVISE: [*python, "import slurm_forge.launch.supervise"],
+        Command.SUPERVISE: [*python, "import slurm_forge.launch.supervisor.main"],
         Command.FOLD_WEEK: [*python, _FOLD, str(week.path)],
         Command.CEILING: [*python, "import torch"],
     }[command]

@@ -13,13 +13,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_forge.training.batches import Batch
-from slurm_forge.training.buffers import BufferSnapshot
-from slurm_forge.training.guard import apply_gradients, drop_gradients
-from slurm_forge.training.loss import BatchLoss
-from slurm_forge.training.norms import Gradients, clip_factor
-from slurm_forge.training.registry import Registry
-from slurm_forge.training.step import Step
+from slurm_forge.training.core.loss import (
+    BatchLoss,
+)
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+)
+from slurm_forge.training.step.buffer_snapshot import (
+    BufferSnapshot,
+)
+from slurm_forge.training.step.gradient_guard import (
+    apply_gradients,
+    drop_gradients,
+)
+from slurm_forge.training.step.gradient_norms import (
+    Gradients,
+    clip_factor,
+)
+from slurm_forge.training.step.step import (
+    Step,
+)
 
 __all__ = ["LOOPS", "Loop", "Way", "steps_of"]
 

@@ -21,8 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.tables import table
-from slurm_forge.launch.preflight import _ALL_S, _FEW_LEAST_S, _FEW_S
-from slurm_forge.recovery.isolation import Isolated, isolate
+from slurm_forge.launch.conductor.preflight_monitor import (
+    _ALL_S,
+    _FEW_LEAST_S,
+    _FEW_S,
+)
+from slurm_forge.recovery.monitor.isolation import (
+    Isolated,
+    isolate,
+)
 
 SIZES = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 Fails = Callable[[frozenset[str]], bool]

@@ -35,8 +35,13 @@ import torch.distributed as dist
 from benchmarks.tables import Machine, spread, table, write_json
 from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.protocol import Beat, Message
-from slurm_forge.training.probe import Probe
+from slurm_forge.control.messages.protocol import (
+    Beat,
+    Message,
+)
+from slurm_forge.training.monitor.collective_probe import (
+    Probe,
+)
 
 #: The default interval.
 _EVERY_S = 60.0

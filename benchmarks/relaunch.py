@@ -29,8 +29,14 @@ from benchmarks.tables import Machine, cell, paired_ratio, plain, spread, table,
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Record, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, run_state, submit_script
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    run_state,
+    submit_script,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping

@@ -132,7 +132,7 @@ def read_cold_start(
             Moment(title=LAUNCH, time=launched),
             Moment(title=SRUN, time=_of(agent, "interpreter").time, cpu=0.0),
             _moment(BEFORE, _of(agent, "import torch")),
-            _moment(TORCH, _of(agent, "import slurm_forge.training.worker")),
+            _moment(TORCH, _of(agent, "import slurm_forge.training.rank.main")),
             _moment(REST, forked),
             # The worker's own clock of processor time begins with it.
             Moment(title=MET, time=met.time, cpu=before + met.cpu),

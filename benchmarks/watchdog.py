@@ -25,9 +25,16 @@ from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.clock_page import ProgressClock, new_page
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.boundary import Boundaries
-from slurm_forge.training.process_facts import children_of, read_process
-from slurm_forge.training.witnessed import begin_to_be_witnessed
+from slurm_forge.training.core.procfs import (
+    children_of,
+    read_process,
+)
+from slurm_forge.training.core.step_boundary import (
+    Boundaries,
+)
+from slurm_forge.training.monitor.client import (
+    begin_to_be_witnessed,
+)
 from slurm_forge.vocabulary.position import Position
 
 _STEPS = 4000

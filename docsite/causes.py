@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from docsite.tables import code, table
-from slurm_forge.recovery.rehearsal import Assumed, rehearse
-from slurm_forge.report.policy_text import policy_test, policy_text
+from slurm_forge.recovery.policy.rehearsal import (
+    Assumed,
+    rehearse,
+)
+from slurm_forge.report.submission.policy_text import (
+    policy_test,
+    policy_text,
+)
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.loading import job_from_mapping
 from slurm_forge.spec.recovery import Recovery, cures

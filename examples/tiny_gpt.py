@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--name", default="tiny-gpt")
     parser.add_argument("--runs", default="runs")
     given = parser.parse_args()
-    from slurm_forge.launch.here import train_here
+    from slurm_forge.launch.local.runner import (
+        train_here,
+    )
 
     train_here(
         train,

@@ -11,15 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slurm_forge.errors import ForgeError
-    from slurm_forge.launch.api import submit
-    from slurm_forge.launch.attaching import attach
-    from slurm_forge.launch.submitit_job import ForgeJob
+    from slurm_forge.launch.attach import (
+        attach,
+    )
+    from slurm_forge.launch.submit.api import (
+        submit,
+    )
+    from slurm_forge.launch.submitit.job import (
+        ForgeJob,
+    )
     from slurm_forge.spec import JobSpec
-    from slurm_forge.training.batches import Batch
-    from slurm_forge.training.loss import Loss
-    from slurm_forge.training.run import Run
-    from slurm_forge.training.shield import shield_worker
-    from slurm_forge.training.until import Epochs, Steps
+    from slurm_forge.training.core.duration import (
+        Epochs,
+        Steps,
+    )
+    from slurm_forge.training.core.loss import (
+        Loss,
+    )
+    from slurm_forge.training.data.batches import (
+        Batch,
+    )
+    from slurm_forge.training.data.worker_shield import (
+        shield_worker,
+    )
+    from slurm_forge.training.loop.run import (
+        Run,
+    )
     from slurm_forge.vocabulary.decision import Decision, Incident
 
 __version__ = "0.1.0"
@@ -41,19 +58,19 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Batch": "slurm_forge.training.batches",
+    "Batch": "slurm_forge.training.data.batches",
     "Decision": "slurm_forge.vocabulary.decision",
-    "Epochs": "slurm_forge.training.until",
+    "Epochs": "slurm_forge.training.core.duration",
     "Incident": "slurm_forge.vocabulary.decision",
     "ForgeError": "slurm_forge.errors",
-    "ForgeJob": "slurm_forge.launch.submitit_job",
+    "ForgeJob": "slurm_forge.launch.submitit.job",
     "JobSpec": "slurm_forge.spec",
-    "Loss": "slurm_forge.training.loss",
-    "Run": "slurm_forge.training.run",
-    "Steps": "slurm_forge.training.until",
-    "attach": "slurm_forge.launch.attaching",
-    "shield_worker": "slurm_forge.training.shield",
-    "submit": "slurm_forge.launch.api",
+    "Loss": "slurm_forge.training.core.loss",
+    "Run": "slurm_forge.training.loop.run",
+    "Steps": "slurm_forge.training.core.duration",
+    "attach": "slurm_forge.launch.attach",
+    "shield_worker": "slurm_forge.training.data.worker_shield",
+    "submit": "slurm_forge.launch.submit.api",
 }
 
 

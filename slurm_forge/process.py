@@ -21,18 +21,18 @@ __all__ = ["MODULES", "main", "old_process_words", "process_words"]
 _MODULE = "slurm_forge.process"
 #: What each process is; its ``main`` takes the arguments from ``sys.argv``.  A name stays for good.
 MODULES = {
-    "agent": "slurm_forge.training.agent",
-    "deputy": "slurm_forge.launch.deputy",
-    "execute": "slurm_forge.launch.execute",
-    "export": "slurm_forge.checkpoint.export",
-    "live_job": "slurm_forge.launch.live_job",
-    "live_node": "slurm_forge.launch.live_node",
-    "live_rank": "slurm_forge.training.live_rank",
-    "preflight_node": "slurm_forge.training.preflight_node",
-    "shield": "slurm_forge.launch.shield",
-    "supervise": "slurm_forge.launch.supervise",
-    "witness": "slurm_forge.training.witness",
-    "worker": "slurm_forge.training.worker",
+    "agent": "slurm_forge.training.agent.main",
+    "deputy": "slurm_forge.launch.supervisor.deputy",
+    "execute": "slurm_forge.launch.command.main",
+    "export": "slurm_forge.checkpoint.export.main",
+    "live_job": "slurm_forge.launch.diagnose.live_job",
+    "live_node": "slurm_forge.launch.diagnose.live_node",
+    "live_rank": "slurm_forge.training.preflight.signal_listener",
+    "preflight_node": "slurm_forge.training.preflight.standalone",
+    "shield": "slurm_forge.launch.supervisor.signal_shield",
+    "supervise": "slurm_forge.launch.supervisor.main",
+    "witness": "slurm_forge.training.monitor.main",
+    "worker": "slurm_forge.training.rank.main",
 }
 #: Where they were in the first versions, whose scripts name modules.
 _OLD = {

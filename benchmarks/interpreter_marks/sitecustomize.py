@@ -11,7 +11,7 @@ import time
 
 _FOLDER = os.environ.get("FORGE_BENCH_MARKS", "")
 #: Modules whose first import is marked when it begins.
-_MARKED = {"torch", "slurm_forge.training.worker", "slurm_forge.launch.supervise"}
+_MARKED = {"torch", "slurm_forge.training.rank.main", "slurm_forge.launch.supervisor.main"}
 
 
 def _mark(what: str) -> None:

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_forge.cli.places import find_run, run_names, runs_folder, runs_of_submitit
+from slurm_forge.cli.run_choice import (
+    find_run,
+    run_names,
+    runs_folder,
+    runs_of_submitit,
+)
 from slurm_forge.errors import ForgeError, RunDirectoryError
 from slurm_forge.run_directory import RunDirectory
 

@@ -8,7 +8,10 @@ from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
 from slurm_forge.control.gathering import Gathering, Place
 from slurm_forge.control.hub import Hub, HubEvent, MemberView
 from slurm_forge.control.member import HUB_GONE, Member
-from slurm_forge.control.protocol import Request, RequestKind
+from slurm_forge.control.messages.protocol import (
+    Request,
+    RequestKind,
+)
 
 __all__ = [
     "BRIEF_KEY",

@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from slurm_forge.control.protocol import At, Request, RequestKind, Target
+from slurm_forge.control.messages.protocol import (
+    At,
+    Request,
+    RequestKind,
+    Target,
+)
 from slurm_forge.vocabulary.position import LAST, Position
 
 __all__ = ["SETTLE_S", "Agreement", "Gathering", "Place"]

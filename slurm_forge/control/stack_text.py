@@ -27,8 +27,8 @@ _SAVING = (
     "torch/serialization.py",
 )
 #: Carries out a save on its own thread, and is what the main thread waits for then.
-_AWAITS_SAVE = "slurm_forge/checkpoint/flight.py"
-_LOADING = ("slurm_forge/training/fetching.py", "torch/utils/data/")
+_AWAITS_SAVE = "slurm_forge/checkpoint/write/pending_save.py"
+_LOADING = ("slurm_forge/training/data/loader.py", "torch/utils/data/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ from slurm_forge.node_ledger.lines import Entry, line_of
 from slurm_forge.node_ledger.names import ENDING, word
 from slurm_forge.node_ledger.reading import Part, read_user, users_beside
 from slurm_forge.node_ledger.writing import append, compact, own_folder, sweep
-from slurm_forge.recovery.nodes import Ledger, NodeRules
+from slurm_forge.recovery.nodes.exclusion import (
+    Ledger,
+    NodeRules,
+)
 
 __all__ = ["NodeLedger", "Reading", "merged"]
 

@@ -7,8 +7,15 @@ import math
 from typing import Any
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.recovery.nodes import BY_HAND, MOST_WEIGHT, Release, Strike
-from slurm_forge.slurm.nodelist import check_node_name
+from slurm_forge.recovery.nodes.exclusion import (
+    BY_HAND,
+    MOST_WEIGHT,
+    Release,
+    Strike,
+)
+from slurm_forge.slurm.text.nodelist import (
+    check_node_name,
+)
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Entry", "line_of", "parse_line", "parse_lines"]

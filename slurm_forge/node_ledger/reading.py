@@ -12,7 +12,10 @@ from slurm_forge.files import read_trusted
 from slurm_forge.node_ledger.lines import Entry, parse_lines
 from slurm_forge.node_ledger.names import is_ours, is_uid, refuse_folder, word
 from slurm_forge.node_ledger.writing import MOST_FILE
-from slurm_forge.recovery.nodes import Release, Strike
+from slurm_forge.recovery.nodes.exclusion import (
+    Release,
+    Strike,
+)
 
 __all__ = ["Part", "read_user", "users_beside"]
 

@@ -13,7 +13,12 @@ from slurm_forge.files.atomic import write_all
 from slurm_forge.files.trusted import refuse_foreign
 from slurm_forge.node_ledger.lines import Entry, line_of, parse_lines
 from slurm_forge.node_ledger.names import is_ours, refuse_folder, word
-from slurm_forge.recovery.nodes import BY_HAND, NodeRules, Release, faded
+from slurm_forge.recovery.nodes.exclusion import (
+    BY_HAND,
+    NodeRules,
+    Release,
+    faded,
+)
 
 __all__ = ["MOST_FILE", "append", "compact", "own_folder", "sweep"]
 

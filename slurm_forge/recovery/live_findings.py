@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
-from slurm_forge.recovery.live_seen import (
+from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
     LiveSeen,
@@ -21,7 +21,10 @@ from slurm_forge.recovery.live_seen import (
     Sighting,
     Way,
 )
-from slurm_forge.recovery.prediction import BroughtBack, Prediction
+from slurm_forge.recovery.policy.prediction import (
+    BroughtBack,
+    Prediction,
+)
 
 __all__ = ["Finding", "Mark", "SiteWords", "findings"]
 

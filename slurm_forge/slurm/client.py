@@ -13,26 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
-from slurm_forge.slurm.answers import (
-    RequeueOutcome,
-    RequeueReply,
-    is_unknown_job,
-    is_unreachable,
-    requeue_outcome,
-)
 from slurm_forge.slurm.environment import process_environ
-from slurm_forge.slurm.nodelist import fold_nodes
-from slurm_forge.slurm.parsing import (
-    ACCOUNTING_FIELDS,
-    QUEUE_FORMAT,
-    parse_accounting,
-    parse_config,
-    parse_job_id,
-    parse_jobs,
-    parse_nodes,
-    parse_partitions,
-    parse_queue,
-)
 from slurm_forge.slurm.process import Completed, Runner, run_command
 from slurm_forge.slurm.records import (
     AccountingRecord,
@@ -43,6 +24,27 @@ from slurm_forge.slurm.records import (
     QueueRecord,
 )
 from slurm_forge.slurm.sbatch_variables import without_overrides
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+    is_unknown_job,
+    is_unreachable,
+    requeue_outcome,
+)
+from slurm_forge.slurm.text.nodelist import (
+    fold_nodes,
+)
+from slurm_forge.slurm.text.parsing import (
+    ACCOUNTING_FIELDS,
+    QUEUE_FORMAT,
+    parse_accounting,
+    parse_config,
+    parse_job_id,
+    parse_jobs,
+    parse_nodes,
+    parse_partitions,
+    parse_queue,
+)
 from slurm_forge.units import format_slurm_duration
 
 __all__ = ["COMMAND_NOT_FOUND", "JobUpdate", "Slurm", "SubprocessSlurm"]

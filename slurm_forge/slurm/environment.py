@@ -13,7 +13,10 @@ from datetime import datetime, timezone
 from enum import Enum
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.nodelist import check_node_name, expand_nodes
+from slurm_forge.slurm.text.nodelist import (
+    check_node_name,
+    expand_nodes,
+)
 from slurm_forge.slurm.versions import Unrecognized
 
 __all__ = ["SlurmEnvironment", "SpecialStep", "job_named_in", "node_name", "process_environ"]

@@ -26,11 +26,24 @@ from slurm_forge.slurm.accounts import (
     parse_qos,
 )
 from slurm_forge.slurm.clock import clock_ahead
-from slurm_forge.slurm.json_answers import json_associations, json_partitions, json_qos
-from slurm_forge.slurm.nodelist import expand_nodes
-from slurm_forge.slurm.parsing import parse_config, parse_partitions
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
-from slurm_forge.slurm.sinfo import SINFO_FORMAT, NodeGroup, parse_sinfo
+from slurm_forge.slurm.text.json_answers import (
+    json_associations,
+    json_partitions,
+    json_qos,
+)
+from slurm_forge.slurm.text.nodelist import (
+    expand_nodes,
+)
+from slurm_forge.slurm.text.parsing import (
+    parse_config,
+    parse_partitions,
+)
+from slurm_forge.slurm.text.sinfo import (
+    SINFO_FORMAT,
+    NodeGroup,
+    parse_sinfo,
+)
 
 __all__ = ["Asks", "Question", "Reply", "Survey", "survey_accounts", "take_survey"]
 

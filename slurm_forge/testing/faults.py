@@ -22,7 +22,9 @@ import torch
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.spec.faults import Fault, FaultKind, Target
-from slurm_forge.training.injecting import Injecting
+from slurm_forge.training.faults.injector import (
+    Injecting,
+)
 
 __all__ = ["Fault", "FaultKind", "Faults", "Target"]
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from slurm_forge.checkpoint.load import read_index, resume
+from slurm_forge.checkpoint.read.load import (
+    read_index,
+    resume,
+)
 from slurm_forge.errors import CheckpointMissingError, CheckpointRejectedError
 from slurm_forge.store.blocks import verify_blocks
 from slurm_forge.store.directory import CheckpointStore

@@ -17,9 +17,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from slurm_forge.checkpoint.load import resume
-from slurm_forge.checkpoint.save import CheckpointWriter, save_checkpoint
-from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.read.load import (
+    resume,
+)
+from slurm_forge.checkpoint.write.save import (
+    CheckpointWriter,
+    save_checkpoint,
+)
 from slurm_forge.errors import CheckpointError, CheckpointMissingError, RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName

@@ -29,19 +29,38 @@ import slurm_forge as forge
 from slurm_forge.control import Hub, RequestKind
 from slurm_forge.control import member as member_module
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.attempt import Attempt, begin
-from slurm_forge.launch.conductor import Conductor
-from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run
-from slurm_forge.launch.timing import timing
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    begin,
+)
+from slurm_forge.launch.conductor.conductor import (
+    Conductor,
+)
+from slurm_forge.launch.conductor.job_poller import (
+    JobWatch,
+)
+from slurm_forge.launch.render.schedule import (
+    timing,
+)
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+)
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
-from slurm_forge.training.worker import Outcome, RankPlace, run_rank
-from slurm_forge.training.worker import main as worker_main
+from slurm_forge.training.rank.main import (
+    Outcome,
+    RankPlace,
+    run_rank,
+)
+from slurm_forge.training.rank.main import (
+    main as worker_main,
+)
 from slurm_forge.vocabulary.decision import Decision
 from tests.distributed.ranks import Outcome as HowItEnded
 from tests.distributed.ranks import RankGroup, start_ranks

@@ -13,9 +13,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_forge.training.guard import BufferSnapshot, apply_gradients, skips_on_device
-from slurm_forge.training.loss import BatchLoss, Loss
-from slurm_forge.training.norms import parameter_names
+from slurm_forge.training.core.loss import (
+    BatchLoss,
+    Loss,
+)
+from slurm_forge.training.step.gradient_guard import (
+    BufferSnapshot,
+    apply_gradients,
+    skips_on_device,
+)
+from slurm_forge.training.step.gradient_norms import (
+    parameter_names,
+)
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

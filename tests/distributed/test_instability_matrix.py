@@ -26,17 +26,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
-from slurm_forge.checkpoint.load import read_index
-from slurm_forge.checkpoint.planner import ForgeLoadPlanner
-from slurm_forge.checkpoint.shardread import ShardReader
-from slurm_forge.checkpoint.tensors import new_target, saved_tensors
+from slurm_forge.checkpoint.content.tensors import (
+    new_target,
+    saved_tensors,
+)
+from slurm_forge.checkpoint.read.load import (
+    read_index,
+)
+from slurm_forge.checkpoint.read.shard_reader import (
+    ShardReader,
+)
+from slurm_forge.checkpoint.write.planner import (
+    ForgeLoadPlanner,
+)
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import CheckpointJudged
 from slurm_forge.journal.fold import in_order
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.worker import Outcome
+from slurm_forge.training.rank.main import (
+    Outcome,
+)
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust

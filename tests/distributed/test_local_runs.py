@@ -26,16 +26,27 @@ from slurm_forge.control import member
 from slurm_forge.errors import AlreadyFinishedError
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import CheckpointCommitted, StepSkipped
-from slurm_forge.launch.here import train_here
-from slurm_forge.launch.local import run_locally
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, run_state
-from slurm_forge.launch.submitit_job import ForgeJob
+from slurm_forge.launch.local.runner import (
+    run_locally,
+    train_here,
+)
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    run_state,
+)
+from slurm_forge.launch.submitit.job import (
+    ForgeJob,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.faults import Faults
-from slurm_forge.training.order import SampleOrder
+from slurm_forge.training.core.sample_order import (
+    SampleOrder,
+)
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import Samples, _Record, build, consumed, told_variables

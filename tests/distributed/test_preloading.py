@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 
-from slurm_forge.training.preloading import why_not_forkable
+from slurm_forge.training.rank.preload import (
+    why_not_forkable,
+)
 
 _ASK = """
 import ctypes, os, sys
-from slurm_forge.training import preloading as p
+from slurm_forge.training.rank import preload as p
 assert p.preload(dict(os.environ)) == "", "something could not be imported"
 assert p.why_not_forkable() == "", p.why_not_forkable()
-needed = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "slurm_forge.training.run")
+needed = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "slurm_forge.training.loop.run")
 for name in (*needed, "torch._dynamo"):
     assert name in sys.modules, name
 pid = os.fork()
@@ -65,7 +67,7 @@ def test_a_process_with_threads_is_not_forked() -> None:
 
 _JOINED = """
 import threading
-from slurm_forge.training.preloading import why_not_forkable
+from slurm_forge.training.rank.preload import why_not_forkable
 for _ in range(50):
     other = threading.Thread(target=int)
     other.start()

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.launch.submission import run_state
+from slurm_forge.launch.submit.submission import (
+    run_state,
+)
 from slurm_forge.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]

@@ -18,12 +18,24 @@ import slurm_forge as forge
 from slurm_forge.control import RequestKind
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt import Refusal, begin
-from slurm_forge.recovery.anomaly import Anomaly, announce
+from slurm_forge.launch.attempt.attempt import (
+    Refusal,
+    begin,
+)
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    Anomaly,
+    announce,
+)
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.feeding import Feeding
-from slurm_forge.training.recovering import Recovering
-from slurm_forge.training.worker import Outcome
+from slurm_forge.training.loop.batch_loop import (
+    Feeding,
+)
+from slurm_forge.training.loop.recovery import (
+    Recovering,
+)
+from slurm_forge.training.rank.main import (
+    Outcome,
+)
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.plan import SampleWindow

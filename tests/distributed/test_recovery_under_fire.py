@@ -30,13 +30,25 @@ from slurm_forge.control import RequestKind
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal, writer
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order
-from slurm_forge.recovery.anomaly import Anomaly, announce
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    Anomaly,
+    announce,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.batches import BatchSource
-from slurm_forge.training.order import SampleOrder, Windows
-from slurm_forge.training.saves import Saves
-from slurm_forge.training.worker import Outcome
+from slurm_forge.training.core.sample_order import (
+    SampleOrder,
+    Windows,
+)
+from slurm_forge.training.data.batches import (
+    BatchSource,
+)
+from slurm_forge.training.loop.save_schedule import (
+    Saves,
+)
+from slurm_forge.training.rank.main import (
+    Outcome,
+)
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_forge.training import rng
-from slurm_forge.training.warmup import Buckets, settle_ddp_buckets
+from slurm_forge.training.core import (
+    rng,
+)
+from slurm_forge.training.step.ddp_warmup import (
+    Buckets,
+    settle_ddp_buckets,
+)
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -20,20 +20,45 @@ from unittest import mock
 import torch
 
 from slurm_forge import ForgeError, ForgeJob
-from slurm_forge.checkpoint.index import Index, SavedTensor
-from slurm_forge.checkpoint.layout import Place, Shard
-from slurm_forge.control import agents, protocol
-from slurm_forge.control.live_words import Told as LiveTold
-from slurm_forge.control.live_words import hear, line_of
-from slurm_forge.control.preflight_words import Groups, NodeReport
+from slurm_forge.checkpoint.content.index import (
+    Index,
+    SavedTensor,
+)
+from slurm_forge.checkpoint.content.shard_layout import (
+    Place,
+    Shard,
+)
+from slurm_forge.control.messages import (
+    agent as agents,
+)
+from slurm_forge.control.messages import (
+    protocol,
+)
+from slurm_forge.control.messages.live import (
+    Told as LiveTold,
+)
+from slurm_forge.control.messages.live import (
+    hear,
+    line_of,
+)
+from slurm_forge.control.messages.preflight import (
+    Groups,
+    NodeReport,
+)
 from slurm_forge.documents import build, load
 from slurm_forge.journal import codec
 from slurm_forge.journal.events import Event
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.embedded import Rendezvous, await_rendezvous
+from slurm_forge.launch.submitit.embedded import (
+    Rendezvous,
+    await_rendezvous,
+)
 from slurm_forge.node_ledger import lines as ledger
 from slurm_forge.process import MODULES
-from slurm_forge.recovery.nodes import Release, Strike
+from slurm_forge.recovery.nodes.exclusion import (
+    Release,
+    Strike,
+)
 from slurm_forge.run_directory import Claim, RunDirectory, claim_attempt, newest_claim
 from slurm_forge.run_directory.last_words import LastWords, read_last_words, write_last_words
 from slurm_forge.run_directory.learned import BegunFile, LearnedFiles, MicroBatchNote

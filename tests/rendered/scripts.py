@@ -9,9 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.launch.asking import asked_of
-from slurm_forge.launch.script import asked_options, render
-from slurm_forge.launch.submission import run_file
+from slurm_forge.launch.render.batch_script import (
+    asked_options,
+    render,
+)
+from slurm_forge.launch.render.gpu_options import (
+    asked_of,
+)
+from slurm_forge.launch.submit.submission import (
+    run_file,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.loading import SitePlaces, packaged_folder
 from slurm_forge.site.model import Site

@@ -17,8 +17,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurm_forge.checkpoint.metadata import parse_metadata
-from slurm_forge.checkpoint.planner import ForgeLoadPlanner
+from slurm_forge.checkpoint.read.dcp_metadata import (
+    parse_metadata,
+)
+from slurm_forge.checkpoint.write.planner import (
+    ForgeLoadPlanner,
+)
 from slurm_forge.errors import CheckpointRejectedError
 from tests.security.bounded import bounded
 
@@ -179,7 +183,7 @@ def test_entries_that_are_no_tensors_are_never_unpickled(tmp_path):
         )
         assert mark.exists(), "the trap is none: torch itself did not fall into it"
         mark.unlink()
-        plain = pytest.importorskip("slurm_forge.checkpoint.plain_dcp")
+        plain = pytest.importorskip("slurm_forge.checkpoint.read.plain_dcp")
         target = {"w": torch.zeros(4), "evil": 0}
         left_out = plain.load_plain_dcp(tmp_path / "dcp", target)
         assert torch.equal(target["w"], torch.ones(4)) and target["evil"] == 0

@@ -12,8 +12,10 @@ import slurm_forge
 ROOT = Path(slurm_forge.__file__).parent
 #: The one whose unpickler knows a handful of instructions, and those that name pickle's exception.
 IMPORT_PICKLE = (
-    "checkpoint/restricted.py", "checkpoint/metadata.py", "checkpoint/plain_dcp.py",
-)  # fmt: skip
+    "checkpoint/read/restricted_unpickler.py",
+    "checkpoint/read/dcp_metadata.py",
+    "checkpoint/read/plain_dcp.py",
+)
 #: They unpickle, run a text, or give it to a shell; whatever stands in front of them.
 FORBIDDEN = {
     "pickle.load", "pickle.loads", "pickle.Unpickler",

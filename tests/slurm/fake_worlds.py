@@ -15,7 +15,7 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.testing.cluster import SlurmCluster
-from slurm_forge.testing.fake_slurm import FakeSlurm, FakeSlurmSpec, Runs
+from tests.fake_slurm import FakeSlurm, FakeSlurmSpec, Runs
 
 #: State, Restarts, Reason, held, whether PreemptTime is set; the exit code of what is over.
 Seen = tuple[str, int, str | None, bool, bool, tuple[int, int] | None]

@@ -14,8 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.slurm.parsing import ACCOUNTING_FIELDS, QUEUE_FORMAT
-from slurm_forge.slurm.sinfo import SINFO_FORMAT
+from slurm_forge.slurm.text.parsing import (
+    ACCOUNTING_FIELDS,
+    QUEUE_FORMAT,
+)
+from slurm_forge.slurm.text.sinfo import (
+    SINFO_FORMAT,
+)
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 
 DATA = Path(__file__).resolve().parents[1] / "unit" / "slurm" / "data"

@@ -16,13 +16,18 @@ import slurm_forge.slurm.client as client_module
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.site.detection import fill_from_slurm
 from slurm_forge.site.loading import SitePlaces, packaged_folder
-from slurm_forge.slurm.answers import RequeueOutcome
 from slurm_forge.slurm.client import JobUpdate, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
-from slurm_forge.slurm.nodelist import expand_nodes, fold_nodes
 from slurm_forge.slurm.process import Completed, run_command
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+)
+from slurm_forge.slurm.text.nodelist import (
+    expand_nodes,
+    fold_nodes,
+)
 from slurm_forge.testing.cluster import SlurmCluster
 
 pytestmark = pytest.mark.slurm

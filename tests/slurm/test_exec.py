@@ -11,8 +11,14 @@ import pytest
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import Note, NoticeSeen
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, run_state, submit_script
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    run_state,
+    submit_script,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping

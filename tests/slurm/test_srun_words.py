@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.slurm.srun_words import first_end, step_cancelled, task_ends
+from slurm_forge.slurm.text.srun_messages import (
+    first_end,
+    step_cancelled,
+    task_ends,
+)
 from slurm_forge.testing.cluster import SlurmCluster
 
 pytestmark = pytest.mark.slurm

@@ -11,7 +11,9 @@ import pytest
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import CheckpointCommitted, Note, NoticeSeen, Resumed
-from slurm_forge.launch.asked_back import reconcile
+from slurm_forge.launch.requeue.reconcile import (
+    reconcile,
+)
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.testing.cluster import SlurmCluster
@@ -366,7 +368,7 @@ def test_controller_down_leaves_an_intent_that_reconcile_carries_out(
             os.kill(rank, signal.SIGTERM)
         watched.wait(lambda s: s.attempts[0].outcome == "open", 60, "the attempt to end")
     assert watched.state.open_intent is not None
-    # It stays for Slurm to end it, since that may be what brings it back: see launch/staying.
+    # It stays for Slurm to end it, since that may be what brings it back.
     slurm.wait_state(watched.job, ["RUNNING"], 60)
     with environment(slurm):
         brought = reconcile(watched.run, SubprocessSlurm.of_this_process())

@@ -19,10 +19,22 @@ from slurm_forge.journal.events import (
     RequeueDone,
     RequeueIntended,
 )
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, job_script, run_state
-from slurm_forge.launch.watcher import Found, Watcher
-from slurm_forge.recovery.watching import FindingKind, WatchLimits
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    job_script,
+    run_state,
+)
+from slurm_forge.launch.watch.watcher import (
+    Found,
+    Watcher,
+)
+from slurm_forge.recovery.run_watch import (
+    FindingKind,
+    WatchLimits,
+)
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping

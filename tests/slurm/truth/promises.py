@@ -19,8 +19,15 @@ from typing import Any
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import NoticeSeen, RequeueDone, Resumed
-from slurm_forge.recovery.live_seen import RoundKind, Way
-from slurm_forge.recovery.prediction import BroughtBack, FirstSignal, ResumesFrom
+from slurm_forge.recovery.live_observations import (
+    RoundKind,
+    Way,
+)
+from slurm_forge.recovery.policy.prediction import (
+    BroughtBack,
+    FirstSignal,
+    ResumesFrom,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster

@@ -13,15 +13,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.cli.gathering import gather
-from slurm_forge.cli.surroundings import surrounded, with_queue
+from slurm_forge.cli.observe.run_reading import (
+    gather,
+)
+from slurm_forge.cli.observe.surroundings import (
+    surrounded,
+    with_queue,
+)
 from slurm_forge.journal import RunStatus
-from slurm_forge.report.explain import explain
-from slurm_forge.report.explain_text import explain_text
-from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.status import Status, take_status
-from slurm_forge.report.status_text import status_text
-from slurm_forge.report.story import IncidentStory, RunStory
+from slurm_forge.report.explain.explain import (
+    explain,
+)
+from slurm_forge.report.explain.explain_text import (
+    explain_text,
+)
+from slurm_forge.report.status.report_facts import (
+    RunFacts,
+)
+from slurm_forge.report.status.status import (
+    Status,
+    take_status,
+)
+from slurm_forge.report.status.status_text import (
+    status_text,
+)
+from slurm_forge.report.story.story import (
+    IncidentStory,
+    RunStory,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.store.identity import CheckpointName

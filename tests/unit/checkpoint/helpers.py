@@ -8,13 +8,32 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slurm_forge.checkpoint.arena import Arena
-from slurm_forge.checkpoint.directio import PAGE, round_up
-from slurm_forge.checkpoint.index import Index, SavedTensor, data_file
-from slurm_forge.checkpoint.layout import Place, Shard, lay_out
-from slurm_forge.checkpoint.save import save_checkpoint
-from slurm_forge.checkpoint.shardfile import write_shard_file
-from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.checkpoint.content.index import (
+    Index,
+    SavedTensor,
+    data_file,
+)
+from slurm_forge.checkpoint.content.shard_layout import (
+    Place,
+    Shard,
+    lay_out,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.write.arena import (
+    Arena,
+)
+from slurm_forge.checkpoint.write.direct_io import (
+    PAGE,
+    round_up,
+)
+from slurm_forge.checkpoint.write.save import (
+    save_checkpoint,
+)
+from slurm_forge.checkpoint.write.shard_writer import (
+    write_shard_file,
+)
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, Manifest

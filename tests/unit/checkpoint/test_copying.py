@@ -12,9 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint import copying
-from slurm_forge.checkpoint.arena import Arena
-from slurm_forge.checkpoint.copying import Copier, Filling
+from slurm_forge.checkpoint.write import (
+    copying,
+)
+from slurm_forge.checkpoint.write.arena import (
+    Arena,
+)
+from slurm_forge.checkpoint.write.copying import (
+    Copier,
+    Filling,
+)
 from tests.unit.checkpoint.helpers import bitwise
 
 KINDS = [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64]

@@ -15,11 +15,25 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from slurm_forge.checkpoint import export_files
-from slurm_forge.checkpoint.export import export, main, plain_source, run_source
-from slurm_forge.checkpoint.export_files import Format, write_export
-from slurm_forge.checkpoint.plain_dcp import PlainDcp
-from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.export import (
+    export_files,
+)
+from slurm_forge.checkpoint.export.export_files import (
+    Format,
+    write_export,
+)
+from slurm_forge.checkpoint.export.main import (
+    export,
+    main,
+    plain_source,
+    run_source,
+)
+from slurm_forge.checkpoint.read.plain_dcp import (
+    PlainDcp,
+)
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError
 from slurm_forge.store.directory import CheckpointStore
 from tests.distributed.ranks import run_ranks
@@ -288,7 +302,7 @@ def test_safetensors_holds_one_tensor_at_a_time(tmp_path):
 def test_small_groups_give_the_same_file(run, tmp_path, monkeypatch):
     _, target = exported(run, tmp_path, Format.SAFETENSORS, everything=True)
     whole = content(target)
-    monkeypatch.setattr("slurm_forge.checkpoint.export._MOST_GROUP", 1)
+    monkeypatch.setattr("slurm_forge.checkpoint.export.main._MOST_GROUP", 1)
     exported(run, tmp_path, Format.SAFETENSORS, everything=True, force=True)
     assert content(target) == whole
 

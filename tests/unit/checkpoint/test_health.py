@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slurm_forge.checkpoint.health import NotFinite, about_state, infinite_by_design, unhealthy
-from slurm_forge.checkpoint.save import CheckpointWriter
-from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.checkpoint.content.health import (
+    NotFinite,
+    about_state,
+    infinite_by_design,
+    unhealthy,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.write.save import (
+    CheckpointWriter,
+)
 from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import no_fence, open_store
 

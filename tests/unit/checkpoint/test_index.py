@@ -11,8 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.index import Index, SavedTensor, data_file
-from slurm_forge.checkpoint.layout import Place, Shard
+from slurm_forge.checkpoint.content.index import (
+    Index,
+    SavedTensor,
+    data_file,
+)
+from slurm_forge.checkpoint.content.shard_layout import (
+    Place,
+    Shard,
+)
 from slurm_forge.errors import CheckpointRejectedError
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]

@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.jsonstate import decode, encode, escape, unescape
+from slurm_forge.checkpoint.content.json_state import (
+    decode,
+    encode,
+    escape,
+    unescape,
+)
 from slurm_forge.errors import CheckpointError
 
 scalars = (

@@ -20,7 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from slurm_forge.checkpoint.plain_dcp import PlainDcp, load_plain_dcp
+from slurm_forge.checkpoint.read.plain_dcp import (
+    PlainDcp,
+    load_plain_dcp,
+)
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
 from tests.distributed.ranks import run_ranks
 from tests.unit.checkpoint.helpers import bitwise

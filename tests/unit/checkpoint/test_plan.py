@@ -9,10 +9,20 @@ import torch
 from torch import nn
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.layout import ALIGN, Shard, lay_out
-from slurm_forge.checkpoint.load import resume
-from slurm_forge.checkpoint.save import CheckpointWriter
-from slurm_forge.checkpoint.state import TrainingState
+from slurm_forge.checkpoint.content.shard_layout import (
+    ALIGN,
+    Shard,
+    lay_out,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.read.load import (
+    resume,
+)
+from slurm_forge.checkpoint.write.save import (
+    CheckpointWriter,
+)
 from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import bitwise, no_fence, open_store
 
@@ -188,7 +198,7 @@ def test_the_memory_of_the_plan_before_is_given_back_before_more_is_taken(saves,
             alive.add(self)
             most.append(len(alive))
 
-    monkeypatch.setattr("slurm_forge.checkpoint.arena.mmap.mmap", Watched)
+    monkeypatch.setattr("slurm_forge.checkpoint.write.arena.mmap.mmap", Watched)
     for size in (1000, 100_000, 1_000_000):
         name = CheckpointName.new(step=size, attempt=1, launch=1)
         state = TrainingState(objects={"box": Box({"a": torch.ones(size)})})

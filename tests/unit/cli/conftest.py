@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 
 from slurm_forge.cli.main import app
 from slurm_forge.errors import SlurmCommandError
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.records import (
     AccountingRecord,
@@ -23,6 +22,10 @@ from slurm_forge.slurm.records import (
     JobRecord,
     PartitionRecord,
     QueueRecord,
+)
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
 )
 from tests.unit.report.journals import Scribe
 

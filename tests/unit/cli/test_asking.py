@@ -8,15 +8,21 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.cli.places import site_places
+from slurm_forge.cli.run_choice import (
+    site_places,
+)
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.submission import create_run
+from slurm_forge.launch.submit.submission import (
+    create_run,
+)
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.answers import RequeueOutcome
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+)
 from slurm_forge.spec import load_job
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause
@@ -106,7 +112,7 @@ def test_reconcile_carries_an_open_intent_out(
 def test_reconcile_that_finds_no_slurm_says_that_it_is_still_open(
     shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm_forge.launch.asked_back._PATIENCE", timedelta(0))
+    monkeypatch.setattr("slurm_forge.launch.requeue.reconcile._PATIENCE", timedelta(0))
     held.begin()
     held.write("supervisor", ev.RequeueIntended(job="8812301", method="m", reason="p"))
     slurm.outcome = RequeueOutcome.UNREACHABLE
@@ -130,7 +136,8 @@ def test_stop_and_save_leave_their_files_and_say_who_asked(shell: Shell, held: S
 def test_stop_says_what_becomes_of_a_job_that_waits(
     shell: Shell, scribe: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm_forge.cli.surroundings.shutil.which", lambda _: "/bin/scontrol")
+    which = "slurm_forge.cli.observe.surroundings.shutil.which"
+    monkeypatch.setattr(which, lambda _: "/bin/scontrol")
     scribe.submitted()
     waits = "job 8812301 waits in the queue: when its turn comes"
     record = JobRecord(

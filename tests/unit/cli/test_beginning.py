@@ -17,9 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.cli.first_files import FirstFiles, Way, Wishes, first_files, name_from
+from slurm_forge.cli.start.first_files import (
+    FirstFiles,
+    Way,
+    Wishes,
+    first_files,
+    name_from,
+)
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.directives import read_directives
+from slurm_forge.slurm.text.directives import (
+    read_directives,
+)
 from slurm_forge.spec import JobSpec, load_job
 from slurm_forge.spec.loading import from_yaml
 from slurm_forge.units import format_memory, format_slurm_duration

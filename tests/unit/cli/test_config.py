@@ -253,7 +253,10 @@ def test_the_jobs_own_option_stands_above_the_sites(work: Shell, slurm: PretendS
 def test_what_runs_in_a_job_does_not_look_at_settings(
     work: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurm_forge.cli.places import runs_folder, site_places
+    from slurm_forge.cli.run_choice import (
+        runs_folder,
+        site_places,
+    )
 
     own(work, "runs: ~/mine\nsite: mila\n")
     assert runs_folder(None) == work.folder / "mine"

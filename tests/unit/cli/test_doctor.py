@@ -27,7 +27,7 @@ def slurm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Re
 
 def pretend(slurm: Recorded, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(SubprocessSlurm, "of_this_process", classmethod(lambda cls: slurm))
-    monkeypatch.setattr("slurm_forge.cli.examining.person", lambda: "root")
+    monkeypatch.setattr("slurm_forge.cli.cluster.cluster_survey.person", lambda: "root")
     return slurm
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded, Note
-from slurm_forge.launch.submission import run_state
+from slurm_forge.launch.submit.submission import (
+    run_state,
+)
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
 from tests.unit.cli.conftest import Shell
@@ -102,7 +104,7 @@ class Exec:
 
 @pytest.fixture(scope="module")
 def parent() -> Iterator[WarmParent]:
-    with WarmParent("slurm_forge.cli.main", "slurm_forge.launch.execute_here") as warm:
+    with WarmParent("slurm_forge.cli.main", "slurm_forge.launch.command.local") as warm:
         yield warm
 
 

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.listed import _RESTS, Lister
+from slurm_forge.cli.observe.run_list import (
+    _RESTS,
+    Lister,
+)
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal import events as ev
-from slurm_forge.report.listing import ListedRun
+from slurm_forge.report.status.run_listing import (
+    ListedRun,
+)
 from slurm_forge.run_directory import RunDirectory
 from tests.unit.report.journals import Scribe
 
@@ -60,7 +65,7 @@ def test_what_is_kept_is_not_read_again_and_says_the_same(
     def read(*_: object, **__: object) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("slurm_forge.cli.gathering.Gathering.look", read)
+    monkeypatch.setattr("slurm_forge.cli.observe.run_reading.Gathering.look", read)
     assert line(run) == fresh
     with pytest.raises(AssertionError, match="read again"):
         line(run, words=True)  # the sentence of a run that is not at rest tells of times

@@ -6,9 +6,12 @@ import json
 from dataclasses import replace
 from datetime import timedelta
 
-from slurm_forge.cli.live_text import live_json, live_text
+from slurm_forge.cli.cluster.live_text import (
+    live_json,
+    live_text,
+)
 from slurm_forge.recovery.live_findings import SiteWords, findings
-from slurm_forge.recovery.live_seen import (
+from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
     LiveSeen,
@@ -18,7 +21,10 @@ from slurm_forge.recovery.live_seen import (
     Sighting,
     Way,
 )
-from slurm_forge.recovery.prediction import Circumstances, predict
+from slurm_forge.recovery.policy.prediction import (
+    Circumstances,
+    predict,
+)
 
 WARNING = Round(
     kind=RoundKind.WARNING,

@@ -9,11 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.probe_text import probe_json, probe_text
-from slurm_forge.control.preflight_words import Check, NodeReport, Verdict
+from slurm_forge.cli.cluster.probe_text import (
+    probe_json,
+    probe_text,
+)
+from slurm_forge.control.messages.preflight import (
+    Check,
+    NodeReport,
+    Verdict,
+)
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.probing import Looked, Place, look_at
-from slurm_forge.recovery.preflight import Refusal, of_reports
+from slurm_forge.launch.diagnose.node_probe import (
+    Looked,
+    Place,
+    look_at,
+)
+from slurm_forge.recovery.monitor.preflight_verdict import (
+    Refusal,
+    of_reports,
+)
 from tests.unit.cli.conftest import Shell
 from tests.unit.cli.test_start import HEAVY, imported
 
@@ -90,7 +104,7 @@ def test_a_job_of_its_own_is_no_step_of_the_allocation_that_asks_for_it(
         given.append(environ)
         return looked(report(0))
 
-    monkeypatch.setattr("slurm_forge.launch.probing.look_at", look_at)
+    monkeypatch.setattr("slurm_forge.launch.diagnose.node_probe.look_at", look_at)
     for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF"):
         monkeypatch.setenv(name, "7")
     assert shell("probe", "--nodes", "2").exit_code == 0

@@ -9,8 +9,14 @@ import pytest
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, refuse_other_job, renew_run
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    refuse_other_job,
+    renew_run,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import from_yaml
 from slurm_forge.spec.run_file import RunFile, read_run_file

@@ -14,8 +14,12 @@ from typer.testing import CliRunner, Result
 from slurm_forge.cli.main import app
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted, DecisionTaken, UserAsked
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.vocabulary.cause import Cause
@@ -160,7 +164,7 @@ def test_another_watcher_that_takes_long_does_not_end_the_watch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held(folder, "tiny", "42")
-    monkeypatch.setattr("slurm_forge.cli.watch._MINUTE_S", 0.1)
+    monkeypatch.setattr("slurm_forge.cli.observe.watch._MINUTE_S", 0.1)
     assert watch(folder).exit_code == 1  # it makes the lock file
     (lock,) = (folder.parent / "state").rglob("*.lock")
     other = os.open(lock, os.O_RDWR)
@@ -176,7 +180,7 @@ def test_another_watcher_that_takes_long_does_not_end_the_watch(
         if looks == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("slurm_forge.cli.watch._rest", rest)
+    monkeypatch.setattr("slurm_forge.cli.observe.watch._rest", rest)
     told = CliRunner().invoke(app, ["watch", "--runs", str(folder)])
     assert told.exit_code == 0 and "big: held" in told.stdout
     assert told.stderr.count("not looked") == 2
@@ -209,7 +213,7 @@ def test_a_controller_that_does_not_answer_is_asked_less_and_less_often(
         if len(pauses) == 8:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("slurm_forge.cli.watch._rest", sleep)
+    monkeypatch.setattr("slurm_forge.cli.observe.watch._rest", sleep)
     words = ["watch", "--runs", str(folder), "--every", "50s"]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 0

@@ -5,8 +5,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from slurm_forge.cli.gathering import Gathering
-from slurm_forge.cli.watching import PlainScreen, Watcher, screen_for
+from slurm_forge.cli.observe.follow import (
+    PlainScreen,
+    Watcher,
+    screen_for,
+)
+from slurm_forge.cli.observe.run_reading import (
+    Gathering,
+)
 from slurm_forge.journal import events as ev
 from tests.unit.report.journals import Scribe
 

@@ -16,7 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control.gathering import SETTLE_S, Agreement, Gathering, Place
-from slurm_forge.control.protocol import At, Message, Request, RequestKind, Target
+from slurm_forge.control.messages.protocol import (
+    At,
+    Message,
+    Request,
+    RequestKind,
+    Target,
+)
 from slurm_forge.vocabulary.position import LAST, Position
 
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control import protocol as p
-from slurm_forge.control.links import (
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.control.tcp.links import (
     Connection,
     Link,
     plain_address,
@@ -18,8 +20,15 @@ from slurm_forge.control.links import (
     say_links,
     summarize,
 )
-from slurm_forge.control.own_connections import connection_of, own_connections
-from slurm_forge.control.tcp_info import LISTENING, TcpInfo, parse_tcp_info
+from slurm_forge.control.tcp.own_connections import (
+    connection_of,
+    own_connections,
+)
+from slurm_forge.control.tcp.tcp_info import (
+    LISTENING,
+    TcpInfo,
+    parse_tcp_info,
+)
 
 #: Names and places of ``struct tcp_info`` (linux/tcp.h); all words of 32 bits.
 WORDS = {

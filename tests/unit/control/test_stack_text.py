@@ -23,13 +23,14 @@ SLEEP = [("/home/ann/train.py", 12, "loop"), ("/home/ann/train.py", 90, "train")
 REDUCE = [(f"{SITE}/torch/distributed/distributed_c10d.py", 2800, "all_reduce"),
           (f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper"), *SLEEP]  # fmt: skip
 BACKWARD = [(f"{SITE}/torch/autograd/graph.py", 829, "_engine_run_backward"), *SLEEP]
-FLIGHT = "/x/slurm_forge/checkpoint/flight.py"
+OURS = "/x/slurm_forge"
+FLIGHT = f"{OURS}/checkpoint/write/pending_save.py"
 WAITS = [("/usr/lib/python3.11/threading.py", 320, "wait"),
          ("/usr/lib/python3.11/concurrent/futures/_base.py", 451, "result"),
-         (FLIGHT, 53, "result"), ("/x/slurm_forge/checkpoint/save.py", 8, "settle")]  # fmt: skip
-WRITES = [("/x/slurm_forge/checkpoint/shardfile.py", 90, "finish"), (FLIGHT, 69, "fly")]
+         (FLIGHT, 53, "result"), (f"{OURS}/checkpoint/write/save.py", 8, "settle")]  # fmt: skip
+WRITES = [(f"{OURS}/checkpoint/write/shard_writer.py", 90, "finish"), (FLIGHT, 69, "fly")]
 EXCHANGES = [(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
-             ("/x/slurm_forge/checkpoint/save.py", 3, "persist"), (FLIGHT, 69, "fly")]  # fmt: skip
+             (f"{OURS}/checkpoint/write/save.py", 3, "persist"), (FLIGHT, 69, "fly")]  # fmt: skip
 
 
 def test_the_main_thread_is_the_last_of_a_dump() -> None:
@@ -54,13 +55,13 @@ def test_compiling_and_loading() -> None:
             (f"{SITE}/torch/_inductor/codecache.py", 9, "load"), *SLEEP]  # fmt: skip
     assert where(dump(deep)).compiling
     loads = [("/usr/lib/python3.11/queue.py", 1, "get"),
-             ("/x/slurm_forge/training/fetching.py", 200, "next_step"), *SLEEP]  # fmt: skip
+             (f"{OURS}/training/data/loader.py", 200, "next_step"), *SLEEP]  # fmt: skip
     assert where(dump(loads)).loading
 
 
 def test_who_waits_for_its_save_is_where_the_save_is() -> None:
     own = where(dump(WRITES, CHANNEL, WAITS))
-    assert own.saving and own.top == "finish (shardfile.py:90)"
+    assert own.saving and own.top == "finish (shard_writer.py:90)"
     other = where(dump(EXCHANGES, CHANNEL, WAITS))
     assert (other.together, other.call) == (True, "all_gather_object")
 

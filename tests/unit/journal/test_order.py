@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from slurm_forge.journal import RunState, RunStatus, fold, newest_attempt_in, read_position
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record, decode, encode
-from slurm_forge.recovery.progress import let_go_since, outcomes
+from slurm_forge.recovery.policy.attempt_progress import (
+    let_go_since,
+    outcomes,
+)
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan

@@ -14,29 +14,63 @@ from enum import Enum
 from signal import Signals
 
 from slurm_forge.control import RequestKind
-from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import Agreed, Gone, MemberView, Said
+from slurm_forge.control.messages import (
+    protocol as p,
+)
 from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunState, fold, read_journal
-from slurm_forge.launch.asked_back import reconcile
-from slurm_forge.launch.attempt import REQUEUEING, TAKEN_OVER, Attempt, Refusal, begin
-from slurm_forge.launch.batch_signals import BatchSignals
-from slurm_forge.launch.conductor import Conductor
-from slurm_forge.launch.convention import Forwarding
-from slurm_forge.launch.evidence import gathered
-from slurm_forge.launch.job_watch import JobWatch
-from slurm_forge.launch.ladder import Ladder
-from slurm_forge.launch.program_conductor import ProgramConductor
-from slurm_forge.launch.program_signals import ProgramSignals
-from slurm_forge.launch.staying import stays_on
-from slurm_forge.launch.stop_explanation import StopExplanation
-from slurm_forge.launch.timing import Timing
+from slurm_forge.launch.attempt.attempt import (
+    REQUEUEING,
+    TAKEN_OVER,
+    Attempt,
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.attempt.attempt_signals import (
+    BatchSignals,
+)
+from slurm_forge.launch.attempt.evidence import (
+    gathered,
+)
+from slurm_forge.launch.attempt.requeuer import (
+    stays_on,
+)
+from slurm_forge.launch.attempt.stop_explanation import (
+    StopExplanation,
+)
+from slurm_forge.launch.command.conductor import (
+    ProgramConductor,
+)
+from slurm_forge.launch.command.program_signals import (
+    ProgramSignals,
+)
+from slurm_forge.launch.conductor.conductor import (
+    Conductor,
+)
+from slurm_forge.launch.conductor.job_poller import (
+    JobWatch,
+)
+from slurm_forge.launch.render.schedule import (
+    Timing,
+)
+from slurm_forge.launch.render.signal_convention import (
+    Forwarding,
+)
+from slurm_forge.launch.requeue.reconcile import (
+    reconcile,
+)
+from slurm_forge.launch.requeue.requeue import (
+    Ladder,
+)
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec.program import NotifyTo, ProgramSpec
 from slurm_forge.testing.cluster.spec import PartitionPreemption, PartitionSpec
-from slurm_forge.testing.fake_slurm import (
+from slurm_forge.vocabulary.decision import Action
+from slurm_forge.vocabulary.position import Position
+from tests.fake_slurm import (
     BATCH,
     Disturbance,
     FakeSlurm,
@@ -44,8 +78,6 @@ from slurm_forge.testing.fake_slurm import (
     Request,
     Start,
 )
-from slurm_forge.vocabulary.decision import Action
-from slurm_forge.vocabulary.position import Position
 
 __all__ = ["Answers", "End", "Front", "World"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slurm_forge.errors import FencedError, ForgeError
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt import (
+from slurm_forge.launch.attempt.attempt import (
     RELAUNCHING,
     REQUEUEING,
     TAKEN_OVER,
@@ -16,18 +16,31 @@ from slurm_forge.launch.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.ladder import Comeback, Ladder, Taken
-from slurm_forge.launch.update import arguments_for, update_for
-from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank, RankFailure
-from slurm_forge.recovery.probing import Found
+from slurm_forge.launch.requeue.job_update import (
+    arguments_for,
+    update_for,
+)
+from slurm_forge.launch.requeue.requeue import (
+    Comeback,
+    Ladder,
+    Taken,
+)
+from slurm_forge.recovery.incident.launch_facts import (
+    LaunchFacts,
+    LostRank,
+    RankFailure,
+)
+from slurm_forge.recovery.monitor.probe_verdict import (
+    Found,
+)
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.testing.fake_slurm import (
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Action, Decision
+from tests.fake_slurm import (
     BATCH,
     Start,
 )
-from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-from slurm_forge.vocabulary.decision import Action, Decision
 
 if TYPE_CHECKING:
     from tests.unit.launch.storm_life import Life

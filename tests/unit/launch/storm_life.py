@@ -13,23 +13,29 @@ from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.known import INSTABILITY
-from slurm_forge.launch.asked_back import bring_back, reconcile
-from slurm_forge.launch.attempt import REQUEUEING, Refusal
+from slurm_forge.launch.attempt.attempt import (
+    REQUEUEING,
+    Refusal,
+)
+from slurm_forge.launch.requeue.reconcile import (
+    bring_back,
+    reconcile,
+)
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, JobState
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.testing.fake_slurm import (
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.fake_slurm import (
     Disturbance,
     FakeSlurm,
     FakeSlurmSpec,
     Request,
     Start,
 )
-from slurm_forge.testing.fake_slurm.job import FakeJob
-from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action
+from tests.fake_slurm.job import FakeJob
 from tests.unit.launch.storm_attempt import Supervised, secs
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")

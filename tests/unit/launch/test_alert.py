@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.alert import hook_words, run_hook
+from slurm_forge.launch.watch.notify import (
+    hook_words,
+    run_hook,
+)
 
 LONG = timedelta(seconds=20)
 

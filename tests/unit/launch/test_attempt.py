@@ -14,19 +14,42 @@ from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import RunStatus, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.asked_back import reconcile
-from slurm_forge.launch.attempt import Attempt, Refusal, begin
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.requeue.reconcile import (
+    reconcile,
+)
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.classify import LostRank, RankFailure
-from slurm_forge.recovery.stalls import Stall
-from slurm_forge.recovery.stragglers import Straggler, Why
-from slurm_forge.report.explain import explain
-from slurm_forge.report.explain_text import explain_text
-from slurm_forge.report.facts import RunFacts
+from slurm_forge.recovery.incident.classify import (
+    LostRank,
+    RankFailure,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    Stall,
+)
+from slurm_forge.recovery.monitor.straggler_reports import (
+    Straggler,
+    Why,
+)
+from slurm_forge.report.explain.explain import (
+    explain,
+)
+from slurm_forge.report.explain.explain_text import (
+    explain_text,
+)
+from slurm_forge.report.status.report_facts import (
+    RunFacts,
+)
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+)
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.store.directory import CheckpointStore

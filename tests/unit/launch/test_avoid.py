@@ -18,19 +18,27 @@ from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch import avoid
-from slurm_forge.launch.avoid import Avoider, names_added
-from slurm_forge.launch.leaving import (
+from slurm_forge.launch.nodes import (
+    excluded_nodes as avoid,
+)
+from slurm_forge.launch.nodes.excluded_nodes import (
+    Avoider,
     Leaving,
     leaving,
     leaving_at_submission,
     leaving_now,
+    names_added,
     nodes_of,
     open_ledger,
     partition_of,
 )
 from slurm_forge.node_ledger import NodeLedger, Part
-from slurm_forge.recovery.nodes import BY_HAND, Ledger, Release, Strike
+from slurm_forge.recovery.nodes.exclusion import (
+    BY_HAND,
+    Ledger,
+    Release,
+    Strike,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord

@@ -14,15 +14,36 @@ from hypothesis import strategies as st
 from slurm_forge.errors import FencedError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.asked_back import bring_back
-from slurm_forge.launch.attempt import Attempt, Refusal, begin
-from slurm_forge.launch.chain import VIA_ARRAY, chain_of
-from slurm_forge.launch.chain_ladder import ChainLadder
-from slurm_forge.launch.chain_rest import nothing_to_do
-from slurm_forge.launch.ladder import Comeback, Ladder, Taken
-from slurm_forge.launch.stranded import leave_to_slurm
-from slurm_forge.launch.submission import job_script
-from slurm_forge.launch.way_back import ladder_of
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.attempt.requeuer import (
+    ladder_of,
+    nothing_to_do,
+)
+from slurm_forge.launch.attempt.storage_lost import (
+    leave_to_slurm,
+)
+from slurm_forge.launch.render.array_chain import (
+    VIA_ARRAY,
+    chain_of,
+)
+from slurm_forge.launch.requeue.array_chain import (
+    ChainLadder,
+)
+from slurm_forge.launch.requeue.reconcile import (
+    bring_back,
+)
+from slurm_forge.launch.requeue.requeue import (
+    Comeback,
+    Ladder,
+    Taken,
+)
+from slurm_forge.launch.submit.submission import (
+    job_script,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
@@ -30,10 +51,10 @@ from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
-from slurm_forge.testing.fake_slurm import FakeSlurm
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.fake_slurm import FakeSlurm
 
 
 def made(folder: Path, *, tasks: int, allowed: bool = True) -> RunDirectory:

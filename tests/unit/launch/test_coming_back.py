@@ -12,9 +12,17 @@ import pytest
 
 from slurm_forge.journal import events as ev
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.attempt import Attempt, begin
-from slurm_forge.launch.coming_back import ComingBack
-from slurm_forge.launch.ladder import Comeback, Taken
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    begin,
+)
+from slurm_forge.launch.attempt.requeuer import (
+    ComingBack,
+)
+from slurm_forge.launch.requeue.requeue import (
+    Comeback,
+    Taken,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import ConfigRecord, JobRecord, PartitionRecord

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_forge.launch.convention import Forwarding, forwarding
-from slurm_forge.launch.process_tree import Below, Process, below
+from slurm_forge.launch.command.program_process import (
+    Below,
+    Process,
+    below,
+)
+from slurm_forge.launch.render.signal_convention import (
+    Forwarding,
+    forwarding,
+)
 from slurm_forge.spec.program import Convention, NotifyTo, ProgramSpec
 
 TERM, USR1, USR2 = "SIGTERM", "SIGUSR1", "SIGUSR2"

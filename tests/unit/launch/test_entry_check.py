@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.entry_check import check_entry, require_arguments
+from slurm_forge.launch.submit.entry_check import (
+    check_entry,
+    require_arguments,
+)
 
 JOB = Path("train.yaml")
 

@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
-from slurm_forge.launch.evidence import gathered, tail_of
-from slurm_forge.launch.outputs import Output, RankOutput
-from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
+from slurm_forge.launch.attempt.evidence import (
+    gathered,
+    tail_of,
+)
+from slurm_forge.launch.render.outputs import (
+    Output,
+    RankOutput,
+)
+from slurm_forge.recovery.incident.launch_facts import (
+    LaunchFacts,
+    LostRank,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord

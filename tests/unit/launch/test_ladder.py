@@ -14,13 +14,22 @@ from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableE
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
 from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFailed, RequeueIntended
-from slurm_forge.launch.ladder import PATIENCE, Comeback, Explain, Ladder, Taken
+from slurm_forge.launch.requeue.requeue import (
+    PATIENCE,
+    Comeback,
+    Explain,
+    Ladder,
+    Taken,
+)
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate, SubprocessSlurm
 from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+)
 from slurm_forge.vocabulary.cause import Cause
 
 SUCCESSOR = "sbatch --dependency=afterany:42 --begin=now job.sbatch"

@@ -17,18 +17,32 @@ import pytest
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, reader
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.order import causal_order, without_fenced
-from slurm_forge.launch import asked_back, submission
-from slurm_forge.launch import attempt as attempt_module
-from slurm_forge.launch.ladder import Ladder, Taken
-from slurm_forge.recovery.classify import classify
-from slurm_forge.recovery.launch_facts import LaunchFacts
+from slurm_forge.launch.attempt import (
+    attempt as attempt_module,
+)
+from slurm_forge.launch.requeue import (
+    reconcile as asked_back,
+)
+from slurm_forge.launch.requeue.requeue import (
+    Ladder,
+    Taken,
+)
+from slurm_forge.launch.submit import (
+    submission,
+)
+from slurm_forge.recovery.incident.classify import (
+    classify,
+)
+from slurm_forge.recovery.incident.launch_facts import (
+    LaunchFacts,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.testing.fake_slurm import FakeSlurm, Runs
 from slurm_forge.vocabulary.cause import Cause
+from tests.fake_slurm import FakeSlurm, Runs
 from tests.unit.launch.storm_life import Life, Weather
 
 

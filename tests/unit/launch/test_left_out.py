@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from slurm_forge.control.hub import MemberView
-from slurm_forge.launch.left_out import LeftOutSteps
+from slurm_forge.launch.conductor.skip_consistency import (
+    LeftOutSteps,
+)
 
 
 def members(*steps: int) -> dict[int, MemberView]:

@@ -11,15 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.embedded import await_rendezvous
-from slurm_forge.launch.lifeline import GONE, Lifeline, LifelineHeld
+from slurm_forge.launch.attempt.lifeline import (
+    GONE,
+    Lifeline,
+    LifelineHeld,
+)
+from slurm_forge.launch.submitit.embedded import (
+    await_rendezvous,
+)
 from slurm_forge.run_directory import RunDirectory
 
 WITHIN_S = 20.0
 #: A child as ranks are: it tells on standard output why it is to stop, and what it can still read.
 CHILD = """
 import queue, sys
-from slurm_forge.launch.lifeline import Lifeline
+from slurm_forge.launch.attempt.lifeline import Lifeline
 lifeline = Lifeline.of_standard_input()
 print(lifeline.is_cut(), repr(sys.stdin.read()), flush=True)
 told = queue.SimpleQueue()
@@ -28,7 +34,7 @@ print(told.get(), lifeline.is_cut(), flush=True)
 """
 STARTER = f"""
 import subprocess, sys
-from slurm_forge.launch.lifeline import LifelineHeld
+from slurm_forge.launch.attempt.lifeline import LifelineHeld
 held = LifelineHeld()
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdin=held.reader)
 child.wait()
@@ -73,7 +79,10 @@ def test_it_is_cut_before_anybody_has_read_why() -> None:
 
 @pytest.mark.parametrize("stdin", [subprocess.DEVNULL, None])
 def test_standard_input_that_is_no_pipe_is_left_alone(stdin: int | None) -> None:
-    code = "from slurm_forge.launch.lifeline import Lifeline; print(Lifeline.of_standard_input())"
+    code = (
+        "from slurm_forge.launch.attempt.lifeline import Lifeline; "
+        "print(Lifeline.of_standard_input())"
+    )
     shut = "import os; os.close(0); " if stdin is None else ""
     with start(shut + code, stdin) as child:
         assert child.communicate()[0] == "None\n"

@@ -18,13 +18,35 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
-from slurm_forge.launch.live import LiveWish, look_live
-from slurm_forge.launch.live_job import AGAIN, HERE, OVER, REPORT
-from slurm_forge.launch.live_meeting import Answering, Door, meet
-from slurm_forge.launch.live_node import CARD, LOGIN_LOCK, ONCE, knock, look, look_at_storage
-from slurm_forge.launch.live_script import live_job, live_script
+from slurm_forge.launch.diagnose.live_check import (
+    LiveWish,
+    live_job,
+    live_script,
+    look_live,
+)
+from slurm_forge.launch.diagnose.live_job import (
+    AGAIN,
+    HERE,
+    OVER,
+    REPORT,
+)
+from slurm_forge.launch.diagnose.live_meeting import (
+    Answering,
+    Door,
+    meet,
+)
+from slurm_forge.launch.diagnose.live_node import (
+    CARD,
+    LOGIN_LOCK,
+    ONCE,
+    knock,
+    look,
+    look_at_storage,
+)
 from slurm_forge.lock import exclusive
-from slurm_forge.recovery.live_seen import JobSeen
+from slurm_forge.recovery.live_observations import (
+    JobSeen,
+)
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.records import JobRecord, QueueRecord

@@ -5,9 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.live_words import Told, hear, line_of
-from slurm_forge.launch.live_rounds import Ended, sightings
-from slurm_forge.recovery.live_seen import Fate, Sighting, Way
+from slurm_forge.control.messages.live import (
+    Told,
+    hear,
+    line_of,
+)
+from slurm_forge.launch.diagnose.live_rounds import (
+    Ended,
+    sightings,
+)
+from slurm_forge.recovery.live_observations import (
+    Fate,
+    Sighting,
+    Way,
+)
 
 SENT = 100.0
 

@@ -10,9 +10,16 @@ import pytest
 
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch import local
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, submit_script
+from slurm_forge.launch.local import (
+    runner as local,
+)
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    submit_script,
+)
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping

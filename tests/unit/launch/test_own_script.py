@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.launch.own_script import arguments_of, for_successor
+from slurm_forge.launch.command.successor_script import (
+    arguments_of,
+    for_successor,
+)
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 

@@ -5,8 +5,14 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.journal import KnownCheckpoint, RunState
-from slurm_forge.launch.pace import SavePace
-from slurm_forge.launch.timing import Timing, lead_time, timing
+from slurm_forge.launch.conductor.save_schedule import (
+    SavePace,
+)
+from slurm_forge.launch.render.schedule import (
+    Timing,
+    lead_time,
+    timing,
+)
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.identity import CheckpointName
 

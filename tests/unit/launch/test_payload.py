@@ -7,10 +7,22 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.containers import into_container
-from slurm_forge.launch.payload import has_shield, payload, step_of
-from slurm_forge.launch.script import asked_options, render, template_name
-from slurm_forge.launch.standing import with_agent
+from slurm_forge.launch.render.batch_script import (
+    asked_options,
+    render,
+    template_name,
+)
+from slurm_forge.launch.render.containers import (
+    into_container,
+)
+from slurm_forge.launch.render.launch_command import (
+    has_shield,
+    payload,
+    step_of,
+)
+from slurm_forge.launch.supervisor.job_step import (
+    with_agent,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Container

@@ -9,9 +9,11 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.control import MemberView
-from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.preflight_words import (
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.control.messages.preflight import (
     Check,
     Groups,
     NodeReport,
@@ -20,7 +22,9 @@ from slurm_forge.control.preflight_words import (
     Verdict,
 )
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.preflight import PreflightJudge
+from slurm_forge.launch.conductor.preflight_monitor import (
+    PreflightJudge,
+)
 from slurm_forge.vocabulary.cause import Cause
 
 GB = 1e9

@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import RunDirectoryError
-from slurm_forge.launch import presence as module
-from slurm_forge.launch.presence import left, present
+from slurm_forge.launch.attempt import (
+    run_lock as module,
+)
+from slurm_forge.launch.attempt.run_lock import (
+    left,
+    present,
+)
 from slurm_forge.run_directory import RunDirectory
 
 #: Holds the run as job local-5, lets a child inherit that, and says both process ids.
 HOLDER = """
 import subprocess, sys
-from slurm_forge.launch.presence import present
+from slurm_forge.launch.attempt.run_lock import present
 from slurm_forge.run_directory import RunDirectory
 with present(RunDirectory.at(sys.argv[1])) as presence:
     presence.name("local-5")

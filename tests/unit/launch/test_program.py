@@ -12,10 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.launch.newest import Match, find_matches, incomplete, newest
-from slurm_forge.launch.program_end import ProgramEnd, ended, status_of
-from slurm_forge.launch.program_progress import Looked, advanced
-from slurm_forge.launch.teeing import Lines, Tail, open_stream
+from slurm_forge.launch.command.program_end import (
+    ProgramEnd,
+    ended,
+    status_of,
+)
+from slurm_forge.launch.command.program_process import (
+    Lines,
+    Tail,
+    open_stream,
+)
+from slurm_forge.launch.command.progress import (
+    Looked,
+    Match,
+    advanced,
+    find_matches,
+    incomplete,
+    newest,
+)
 from slurm_forge.spec.program import Convention, ProgramSpec
 
 FINISHED, STOPPED, ASKED, FAILED = ProgramEnd
@@ -84,7 +98,7 @@ def test_the_number_of_a_file_is_not_that_of_its_kind(tmp_path: Path) -> None:
 def test_of_too_many_the_furthest_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm_forge.launch.newest._MOST", 3)
+    monkeypatch.setattr("slurm_forge.launch.command.progress._MOST", 3)
     for number in range(40):
         (tmp_path / f"c-{number}").touch()
     numbers = {each.number for each in find_matches("c-*", tmp_path)}
@@ -103,7 +117,7 @@ def test_what_a_full_disk_did_not_take_is_all_that_is_lost(
         return write(target, data)
 
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
-    monkeypatch.setattr("slurm_forge.launch.teeing.os.write", fills)
+    monkeypatch.setattr("slurm_forge.launch.command.program_process.os.write", fills)
     tail = Tail()
     stream = open_stream(log, tail)
     program = os.dup(stream.given)

@@ -10,10 +10,20 @@ import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt import Attempt, begin
-from slurm_forge.launch.seating import Seating
-from slurm_forge.launch.steps import srun_command
-from slurm_forge.recovery.seats import Room, Seats
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    begin,
+)
+from slurm_forge.launch.supervisor.placement import (
+    Seating,
+)
+from slurm_forge.launch.supervisor.srun import (
+    srun_command,
+)
+from slurm_forge.recovery.nodes.placement import (
+    Room,
+    Seats,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.records import JobRecord, NodeRecord

@@ -12,13 +12,21 @@ import pytest
 from slurm_forge.errors import FencedError, SlurmUnreachableError
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import fold, read_journal
-from slurm_forge.launch.attempt import Attempt, begin
-from slurm_forge.launch.deputy import bring_back
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    begin,
+)
+from slurm_forge.launch.supervisor.deputy import (
+    bring_back,
+)
 from slurm_forge.run_directory import RunDirectory, claim_attempt, mark_launch
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import ConfigRecord, JobRecord, NodeRecord, PartitionRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+)
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.cause import Cause, Confidence

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from slurm_forge.launch.sentinel_step import (
+from slurm_forge.launch.command.signal_listener import (
     SentinelStep,
     sentinel_command,
     sentinel_environment,

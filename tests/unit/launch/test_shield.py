@@ -15,10 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.control.agents_hub import AgentsHub
+from slurm_forge.control.agent_hub import (
+    AgentsHub,
+)
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.shield import filled, variables_for
+from slurm_forge.launch.supervisor.signal_shield import (
+    filled,
+    variables_for,
+)
 from slurm_forge.slurm.environment import SlurmEnvironment
 
 WITHIN_S = 30.0

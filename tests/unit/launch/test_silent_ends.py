@@ -13,16 +13,29 @@ import pytest
 from slurm_forge.errors import FencedError, SlurmUnreachableError
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt import Attempt, Refusal, begin
-from slurm_forge.launch.deputy import bring_back
-from slurm_forge.launch.ladder import Taken
-from slurm_forge.launch.submission import note
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.requeue.requeue import (
+    Taken,
+)
+from slurm_forge.launch.submit.submission import (
+    note,
+)
+from slurm_forge.launch.supervisor.deputy import (
+    bring_back,
+)
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import AccountingRecord, ConfigRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+)
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.cause import Cause, Confidence

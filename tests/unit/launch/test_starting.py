@@ -14,8 +14,15 @@ from pathlib import Path
 import pytest
 
 import slurm_forge
-from slurm_forge.launch.script import guard_lines, render, start_lines, successor_lines
-from slurm_forge.report.facts import NotStarted
+from slurm_forge.launch.render.batch_script import (
+    guard_lines,
+    render,
+    start_lines,
+    successor_lines,
+)
+from slurm_forge.report.status.report_facts import (
+    NotStarted,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import job_from_mapping

@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
-from slurm_forge.launch.batch_signals import BatchSignals
-from slurm_forge.launch.program_signals import ProgramSignals
-from slurm_forge.launch.stranded import leave_to_slurm
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
+from slurm_forge.launch.attempt.attempt_signals import (
+    BatchSignals,
+)
+from slurm_forge.launch.attempt.storage_lost import (
+    leave_to_slurm,
+)
+from slurm_forge.launch.command.program_signals import (
+    ProgramSignals,
+)
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+)
 
 NOW = datetime.now(timezone.utc)
 RUNNING = JobRecord(

@@ -27,13 +27,28 @@ from slurm_forge.journal.events import (
     RequeueIntended,
     UserAsked,
 )
-from slurm_forge.launch import asked_back
-from slurm_forge.launch.asked_back import Brought, bring_back, reconcile
-from slurm_forge.launch.attempt import Refusal, begin
-from slurm_forge.launch.changes import Asked
-from slurm_forge.launch.script import leave_out
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import (
+from slurm_forge.launch.attempt.attempt import (
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.render.batch_script import (
+    leave_out,
+)
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.requeue import (
+    reconcile as asked_back,
+)
+from slurm_forge.launch.requeue.job_update import (
+    Asked,
+)
+from slurm_forge.launch.requeue.reconcile import (
+    Brought,
+    bring_back,
+    reconcile,
+)
+from slurm_forge.launch.submit.submission import (
     create_run,
     job_script,
     keep_payload,
@@ -44,10 +59,13 @@ from slurm_forge.launch.submission import (
     submit_script,
 )
 from slurm_forge.run_directory import RunDirectory, claim_attempt
-from slurm_forge.slurm.answers import RequeueOutcome, RequeueReply
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, PartitionRecord, QueueRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.answers import (
+    RequeueOutcome,
+    RequeueReply,
+)
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause, Confidence

@@ -11,14 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.knobs import Knobs, torchrun_variables, without_torchrun
-from slurm_forge.launch.standing import StepOptions
-from slurm_forge.launch.torchrun import for_torchrun, meeting_port, ports
-from slurm_forge.recovery.deaths import first_lost
-from slurm_forge.recovery.launch_facts import LaunchFacts, LostRank
-from slurm_forge.recovery.seats import Seats
+from slurm_forge.launch.render.launch_command import (
+    for_torchrun,
+    meeting_port,
+    ports,
+)
+from slurm_forge.launch.supervisor.job_step import (
+    StepOptions,
+)
+from slurm_forge.recovery.incident.launch_facts import (
+    LaunchFacts,
+    LostRank,
+)
+from slurm_forge.recovery.incident.rank_exits import (
+    first_lost,
+)
+from slurm_forge.recovery.nodes.placement import (
+    Seats,
+)
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.place import place_from_environ
+from slurm_forge.training.core.rank_info import (
+    place_from_environ,
+)
 
 JOBS = st.integers(1, 2**40)
 

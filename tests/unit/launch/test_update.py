@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.launch.update import (
+from slurm_forge.launch.requeue.job_update import (
     arguments_for,
     nodes_asked,
     time_asked,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.master import master_address
-from slurm_forge.launch.submission import create_run
-from slurm_forge.launch.variables import (
+from slurm_forge.launch.render.launch_command import (
+    master_address,
+)
+from slurm_forge.launch.render.rank_environment import (
     as_submitted,
     effective_on_hang,
     for_command,
@@ -16,6 +17,9 @@ from slurm_forge.launch.variables import (
     forbidden,
     warnings,
     with_suspects,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
 )
 from slurm_forge.site.model import EnvironmentSets, PartitionFacts, Site
 from slurm_forge.spec import job_from_mapping

@@ -23,21 +23,39 @@ from slurm_forge.journal.events import (
     RequeueIntended,
     UserAsked,
 )
-from slurm_forge.launch.chain import VIA_ARRAY
-from slurm_forge.launch.run_seen import RESTARTED
-from slurm_forge.launch.sites import find_site
-from slurm_forge.launch.submission import create_run, run_state, submit_script
-from slurm_forge.launch.watcher import Found, Round, Watcher
-from slurm_forge.recovery.watching import FindingKind, Remedy, WatchLimits
+from slurm_forge.launch.render.array_chain import (
+    VIA_ARRAY,
+)
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    run_state,
+    submit_script,
+)
+from slurm_forge.launch.watch.run_snapshot import (
+    RESTARTED,
+)
+from slurm_forge.launch.watch.watcher import (
+    Found,
+    Round,
+    Watcher,
+)
+from slurm_forge.recovery.run_watch import (
+    FindingKind,
+    Remedy,
+    WatchLimits,
+)
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
-from slurm_forge.testing.fake_slurm import FakeSlurm, FakeSlurmSpec, Runs
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.fake_slurm import FakeSlurm, FakeSlurmSpec, Runs
 
 SITE = find_site("generic")
 LIMITS = WatchLimits()
@@ -76,7 +94,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr("slurm_forge.launch.asked_back.person", lambda: "user")
+    monkeypatch.setattr("slurm_forge.launch.requeue.reconcile.person", lambda: "user")
     start = datetime.now(timezone.utc).replace(microsecond=0)
     return World(FakeSlurm(FakeSlurmSpec(start=start)), tmp_path)
 

@@ -21,7 +21,11 @@ from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
 from slurm_forge.knobs import Knobs
 from slurm_forge.node_ledger import NodeLedger, ledger_place
 from slurm_forge.node_ledger.lines import line_of, parse_line
-from slurm_forge.recovery.nodes import BY_HAND, Release, Strike
+from slurm_forge.recovery.nodes.exclusion import (
+    BY_HAND,
+    Release,
+    Strike,
+)
 from tests.security.bounded import NOBODY, as_nobody
 
 NOW = 1_800_000_000.0

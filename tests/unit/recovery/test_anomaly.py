@@ -10,9 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.protocol import Propose, RequestKind, decode, encode
+from slurm_forge.control.messages.protocol import (
+    Propose,
+    RequestKind,
+    decode,
+    encode,
+)
 from slurm_forge.errors import ControlChannelError
-from slurm_forge.recovery.anomaly import Anomaly, Spikes, announce, announced
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    Anomaly,
+    Spikes,
+    announce,
+    announced,
+)
 from slurm_forge.vocabulary.cause import Cause
 
 NAN = math.nan

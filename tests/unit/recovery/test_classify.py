@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.classify import LostRank, RankFailure
-from slurm_forge.recovery.probing import Found
-from slurm_forge.recovery.stalls import Stall
+from slurm_forge.recovery.incident.classify import (
+    LostRank,
+    RankFailure,
+)
+from slurm_forge.recovery.monitor.probe_verdict import (
+    Found,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    Stall,
+)
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.decide import LR_FLOOR, skips_allowed
+from slurm_forge.recovery.policy.decide import (
+    LR_FLOOR,
+    skips_allowed,
+)
 from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.decision import Action

@@ -11,7 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.dumps import find_dump, find_traceback, find_tracebacks
+from slurm_forge.recovery.incident.crash_dumps import (
+    find_dump,
+    find_traceback,
+    find_tracebacks,
+)
 
 PROGRAM = """\
 import ctypes, faulthandler, os, sys, threading, time
@@ -185,7 +189,7 @@ def test_a_library_s_frames_where_there_are_no_others() -> None:
     text = (
         "Fatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n"
         '  File "/v/site-packages/torch/a.py", line 2 in g\n'
-        '  File "/v/site-packages/slurm_forge/training/worker.py", line 3 in main\n'
+        '  File "/v/site-packages/slurm_forge/training/rank/main.py", line 3 in main\n'
     )
     dump = find_dump(text)
     assert dump is not None

@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.endings import Ending, cause_of_ending, supervisor_lost
-from slurm_forge.recovery.launch_facts import RankFailure
-from slurm_forge.recovery.slurm_says import BY_STATE
+from slurm_forge.recovery.incident.attempt_end import (
+    Ending,
+    cause_of_ending,
+    supervisor_lost,
+)
+from slurm_forge.recovery.incident.launch_facts import (
+    RankFailure,
+)
+from slurm_forge.recovery.incident.slurm_evidence import (
+    BY_STATE,
+)
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence

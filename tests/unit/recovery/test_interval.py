@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal import KnownCheckpoint, RunState
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.recovery.interval import (
+from slurm_forge.recovery.policy.save_interval import (
     FIRST,
     advised_interval,
     best_interval,

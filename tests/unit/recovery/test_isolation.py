@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.isolation import Isolated, Why, isolate
+from slurm_forge.recovery.monitor.isolation import (
+    Isolated,
+    Why,
+    isolate,
+)
 
 Fails = Callable[[frozenset[str]], bool]
 

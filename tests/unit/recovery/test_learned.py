@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.learned import (
+from slurm_forge.recovery.policy.micro_batch import (
     Learned,
     may_shrink,
     propose,

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.likeness import alike, essence
+from slurm_forge.recovery.incident.incident_similarity import (
+    alike,
+    essence,
+)
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from tests.unit.recovery.life import incident
 

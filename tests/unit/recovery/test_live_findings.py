@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.recovery.live_findings import Finding, Mark, SiteWords, findings
-from slurm_forge.recovery.live_seen import (
+from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
     LiveSeen,
@@ -21,7 +21,12 @@ from slurm_forge.recovery.live_seen import (
     Storage,
     Way,
 )
-from slurm_forge.recovery.prediction import BroughtBack, Circumstances, Prediction, predict
+from slurm_forge.recovery.policy.prediction import (
+    BroughtBack,
+    Circumstances,
+    Prediction,
+    predict,
+)
 
 FINE = Storage(
     visible=True, writable=True, exclusive=True, renamed_s=0.001, synced_s=0.002, lock_refused=True

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.nodes import (
+from slurm_forge.recovery.nodes.exclusion import (
     BY_HAND,
     Ledger,
     NodeRules,
@@ -21,7 +21,9 @@ from slurm_forge.recovery.nodes import (
     spared,
     standings,
 )
-from slurm_forge.recovery.strikes import strikes_of
+from slurm_forge.recovery.nodes.strikes import (
+    strikes_of,
+)
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 

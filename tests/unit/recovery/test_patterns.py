@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.patterns import KNOWN_ERRORS, find_cause, find_causes, find_last
+from slurm_forge.recovery.incident.error_patterns import (
+    KNOWN_ERRORS,
+    find_cause,
+    find_causes,
+    find_last,
+)
 from slurm_forge.vocabulary.cause import Cause
 
 C = Cause

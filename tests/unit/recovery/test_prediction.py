@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.prediction import (
+from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
     Circumstances,
     FirstSignal,

@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.preflight_words import Check, NodeReport, Thoroughness, Verdict
+from slurm_forge.control.messages.preflight import (
+    Check,
+    NodeReport,
+    Thoroughness,
+    Verdict,
+)
 from slurm_forge.journal import RunState
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.recovery.isolation import Isolated, Why
-from slurm_forge.recovery.preflight import (
+from slurm_forge.recovery.monitor.isolation import (
+    Isolated,
+    Why,
+)
+from slurm_forge.recovery.monitor.preflight_verdict import (
     oddities,
     of_collectives,
     of_reports,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.rehearsal import Assumed, rehearse
+from slurm_forge.recovery.policy.rehearsal import (
+    Assumed,
+    rehearse,
+)
 from slurm_forge.spec import JobSpec, from_yaml
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.vocabulary.cause import Cause

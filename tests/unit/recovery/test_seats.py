@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.seats import (
+from slurm_forge.recovery.nodes.placement import (
     Room,
     Seats,
     doubted,

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.drift import Drift, spread_of
-from slurm_forge.recovery.slow_links import Figure, LinkPast, Slower, SlowLinks, lateness
+from slurm_forge.recovery.monitor.drift import (
+    Drift,
+    spread_of,
+)
+from slurm_forge.recovery.monitor.slow_links import (
+    Figure,
+    LinkPast,
+    Slower,
+    SlowLinks,
+    lateness,
+)
 
 FAST, SLOW = 11.8e9, 4.1e9
 

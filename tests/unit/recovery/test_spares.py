@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.classify import LostRank
-from slurm_forge.recovery.seats import Room, Seats
-from slurm_forge.recovery.stalls import Stall
-from slurm_forge.recovery.vanished import vanished
+from slurm_forge.recovery.incident.classify import (
+    LostRank,
+)
+from slurm_forge.recovery.incident.lost_nodes import (
+    vanished,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    Stall,
+)
+from slurm_forge.recovery.nodes.placement import (
+    Room,
+    Seats,
+)
 from slurm_forge.slurm.records import NodeRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.spec.recovery import Recovery

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control.stack_text import Where
-from slurm_forge.recovery.stalls import (
+from slurm_forge.recovery.monitor.phase_durations import (
+    Rules,
+    Stretches,
+)
+from slurm_forge.recovery.monitor.stalls import (
     Excused,
     Look,
     RankView,
@@ -16,7 +20,6 @@ from slurm_forge.recovery.stalls import (
     judge,
     standstill,
 )
-from slurm_forge.recovery.stretches import Rules, Stretches
 from slurm_forge.vocabulary.cause import Cause
 
 WAITING = Where(together=True, call="all_reduce", top="all_reduce (distributed_c10d.py:1)")

@@ -12,8 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.stragglers import Over, Reading, Straggler, Why, in_words
-from slurm_forge.recovery.straggling import Straggling
+from slurm_forge.recovery.monitor.straggler_reports import (
+    Over,
+    Reading,
+    Straggler,
+    Why,
+    in_words,
+)
+from slurm_forge.recovery.monitor.stragglers import (
+    Straggling,
+)
 
 #: A trial comes with every fourth window, as at shipped settings.
 TRIALS = 4

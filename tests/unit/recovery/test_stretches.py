@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.stretches import Rules, Stretches
+from slurm_forge.recovery.monitor.phase_durations import (
+    Rules,
+    Stretches,
+)
 
 RULES = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 KINDS = st.sampled_from(["train", "data", "save", "eval", "start", "load", "first train"])

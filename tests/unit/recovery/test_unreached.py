@@ -10,9 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.links import Link
-from slurm_forge.recovery.stalls import Stall
-from slurm_forge.recovery.unreached import LinkSeen, Trouble, seen_of, unreached, with_network
+from slurm_forge.control.tcp.links import (
+    Link,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    Stall,
+)
+from slurm_forge.recovery.monitor.unreachable_hosts import (
+    LinkSeen,
+    Trouble,
+    seen_of,
+    unreached,
+    with_network,
+)
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 FINE = Link(peer="", rtt=0.0002, min_rtt=0.0001)

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.warning_signal import SignalMeaning, judge_signal, patience
+from slurm_forge.recovery.incident.signal_meaning import (
+    SignalMeaning,
+    judge_signal,
+    patience,
+)
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 

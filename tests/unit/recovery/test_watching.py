@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.recovery.watching import (
+from slurm_forge.recovery.run_watch import (
     FindingKind,
     Looked,
     Remedy,

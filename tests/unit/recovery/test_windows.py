@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.windows import (
+from slurm_forge.recovery.policy.skip_windows import (
     GROWTH,
     MOST_STEPS,
     left_out,

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.report import doctor_slurm
-from slurm_forge.report.doctor import Mark, Told
-from slurm_forge.report.doctor_slurm import slurm_section
-from slurm_forge.slurm.parsing import parse_config
+from slurm_forge.report.doctor import (
+    slurm_section as doctor_slurm,
+)
+from slurm_forge.report.doctor.sections import (
+    Mark,
+    Told,
+)
+from slurm_forge.report.doctor.slurm_section import (
+    slurm_section,
+)
 from slurm_forge.slurm.survey import Survey
+from slurm_forge.slurm.text.parsing import (
+    parse_config,
+)
 from slurm_forge.slurm.versions import Unrecognized
 
 DATA = Path(__file__).parents[1] / "slurm" / "data"

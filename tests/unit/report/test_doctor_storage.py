@@ -7,9 +7,19 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.recovery.interval import FIRST, Advice
-from slurm_forge.report.doctor import Mark, Section
-from slurm_forge.report.doctor_storage import StorageFacts, checkpoint_section, storage_section
+from slurm_forge.recovery.policy.save_interval import (
+    FIRST,
+    Advice,
+)
+from slurm_forge.report.doctor.sections import (
+    Mark,
+    Section,
+)
+from slurm_forge.report.doctor.storage_section import (
+    StorageFacts,
+    checkpoint_section,
+    storage_section,
+)
 from slurm_forge.site.model import Storage
 from slurm_forge.store.mounts import Mount
 from slurm_forge.store.quota import Quota, QuotaAnswer

@@ -10,16 +10,29 @@ import pytest
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.not_started import why_not_started
-from slurm_forge.report.explain import explain, only_attempt
-from slurm_forge.report.explain_text import explain_text
-from slurm_forge.report.facts import RunFacts
-from slurm_forge.report.status import take_status
-from slurm_forge.report.status_text import status_text
-from slurm_forge.testing.fake_slurm import FakeSlurm
+from slurm_forge.launch.attempt.failed_start import (
+    why_not_started,
+)
+from slurm_forge.report.explain.explain import (
+    explain,
+    only_attempt,
+)
+from slurm_forge.report.explain.explain_text import (
+    explain_text,
+)
+from slurm_forge.report.status.report_facts import (
+    RunFacts,
+)
+from slurm_forge.report.status.status import (
+    take_status,
+)
+from slurm_forge.report.status.status_text import (
+    status_text,
+)
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Change
 from slurm_forge.vocabulary.plan import RecoveryPlan
+from tests.fake_slurm import FakeSlurm
 from tests.unit.report.journals import Scribe
 
 
@@ -520,7 +533,7 @@ def test_a_start_that_fails_is_no_sign_of_life_of_the_attempt_before(
     scribe.train(1, 50)
     before = told(scribe.facts())
     scribe.later(3600)
-    monkeypatch.setattr("slurm_forge.launch.not_started.time.time", lambda: scribe.now)
+    monkeypatch.setattr("slurm_forge.launch.attempt.failed_start.time.time", lambda: scribe.now)
     error = ConfigError("no such module", next_step="Load it.")
     why_not_started(scribe.run, {"SLURM_JOB_ID": "41"}, error, FakeSlurm())
     facts = scribe.facts(after=60)

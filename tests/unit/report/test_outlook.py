@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.recovery.prediction import BroughtBack, Circumstances, predict
-from slurm_forge.report.outlook import outlook
+from slurm_forge.recovery.policy.prediction import (
+    BroughtBack,
+    Circumstances,
+    predict,
+)
+from slurm_forge.report.submission.submit_notes import (
+    outlook,
+)
 from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site
 from slurm_forge.spec import job_from_mapping

@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
-from slurm_forge.recovery.rehearsal import Act, Assumed, Rehearsal, rehearse
+from slurm_forge.recovery.policy.rehearsal import (
+    Act,
+    Assumed,
+    Rehearsal,
+    rehearse,
+)
 from slurm_forge.report.encoding import to_json
-from slurm_forge.report.policy_text import policy_test, policy_text
+from slurm_forge.report.submission.policy_text import (
+    policy_test,
+    policy_text,
+)
 from slurm_forge.spec import JobSpec, from_yaml
 from slurm_forge.spec.recovery import Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause

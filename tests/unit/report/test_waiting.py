@@ -8,20 +8,43 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.surroundings import with_queue
+from slurm_forge.cli.observe.surroundings import (
+    with_queue,
+)
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
-from slurm_forge.report.explain import explain
-from slurm_forge.report.explain_text import explain_text
-from slurm_forge.report.facts import NotStarted, RunFacts
-from slurm_forge.report.listing import listed, listing, listing_text
-from slurm_forge.report.status import take_status
-from slurm_forge.report.status_text import status_text
+from slurm_forge.report.explain.explain import (
+    explain,
+)
+from slurm_forge.report.explain.explain_text import (
+    explain_text,
+)
+from slurm_forge.report.status.report_facts import (
+    NotStarted,
+    RunFacts,
+)
+from slurm_forge.report.status.run_listing import (
+    listed,
+    listing,
+    listing_text,
+)
+from slurm_forge.report.status.status import (
+    take_status,
+)
+from slurm_forge.report.status.status_text import (
+    status_text,
+)
+from slurm_forge.report.story.queue_reason import (
+    QueueAnswer,
+    job_to_ask_about,
+    why_waiting,
+)
 from slurm_forge.report.text import moment
-from slurm_forge.report.waiting import QueueAnswer, job_to_ask_about, why_waiting
-from slurm_forge.slurm.parsing import parse_jobs
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.parsing import (
+    parse_jobs,
+)
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan

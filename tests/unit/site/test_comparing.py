@@ -11,8 +11,11 @@ from slurm_forge.site.loading import LoadedSite
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
-from slurm_forge.slurm.sinfo import GpuKind, NodeGroup
 from slurm_forge.slurm.survey import Survey
+from slurm_forge.slurm.text.sinfo import (
+    GpuKind,
+    NodeGroup,
+)
 
 CONFIG = ConfigRecord(
     cluster_name="hill", preempt_type="preempt/partition_prio", preempt_mode="REQUEUE",

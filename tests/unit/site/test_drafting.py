@@ -18,8 +18,11 @@ from slurm_forge.site.loading import LoadedSite
 from slurm_forge.site.model import PreemptionMode, Site
 from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
-from slurm_forge.slurm.sinfo import GpuKind, NodeGroup
 from slurm_forge.slurm.survey import Survey
+from slurm_forge.slurm.text.sinfo import (
+    GpuKind,
+    NodeGroup,
+)
 
 TODAY = date(2026, 11, 22)
 ANY = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=20)

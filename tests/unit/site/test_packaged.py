@@ -7,7 +7,7 @@ from datetime import date
 
 import pytest
 
-from slurm_forge.report.site_files import made_from
+from docsite.site_files import made_from
 from slurm_forge.site.checking import check_site, check_together
 from slurm_forge.site.detection import Surroundings
 from slurm_forge.site.loading import LoadedSite, SitePlaces, packaged_folder

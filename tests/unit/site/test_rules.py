@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.launch.asking import asked_of
-from slurm_forge.launch.gpu_options import GpuOptions, gpu_options, gpus_per_node
-from slurm_forge.launch.script import asked_options
+from slurm_forge.launch.render.batch_script import (
+    asked_options,
+)
+from slurm_forge.launch.render.gpu_options import (
+    GpuOptions,
+    asked_of,
+    gpu_options,
+    gpus_per_node,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import PartitionFacts, Site
 from slurm_forge.site.parts import GpuRequest

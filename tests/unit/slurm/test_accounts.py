@@ -19,8 +19,15 @@ from slurm_forge.slurm.accounts import (
     parse_default_account,
     parse_qos,
 )
-from slurm_forge.slurm.json_answers import json_associations, json_partitions, json_qos
-from slurm_forge.slurm.parsing import parse_config, parse_partitions
+from slurm_forge.slurm.text.json_answers import (
+    json_associations,
+    json_partitions,
+    json_qos,
+)
+from slurm_forge.slurm.text.parsing import (
+    parse_config,
+    parse_partitions,
+)
 from slurm_forge.units import format_slurm_duration
 
 DATA = Path(__file__).parent / "data"

@@ -6,9 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.slurm.array_tasks import fold_tasks, parts_of, tasks_of
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.array_tasks import (
+    fold_tasks,
+    parts_of,
+    tasks_of,
+)
 
 
 # As squeue of 22.05.8 prints them, the last one cut short by SLURM_BITSTR_LEN.

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.slurm.directives import as_directive, read_directives
+from slurm_forge.slurm.text.directives import (
+    as_directive,
+    read_directives,
+)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.slurm.fields import (
+from slurm_forge.slurm.text.fields import (
     split_job_records,
     to_exit_code,
     to_limit,

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.nodelist import MAX_NODES, expand_nodes, fold_nodes
+from slurm_forge.slurm.text.nodelist import (
+    MAX_NODES,
+    expand_nodes,
+    fold_nodes,
+)
 
 
 @pytest.mark.parametrize(

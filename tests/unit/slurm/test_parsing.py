@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import SlurmCommandError
-from slurm_forge.slurm.parsing import (
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import PENDING_LIKE, JobState
+from slurm_forge.slurm.text.parsing import (
     parse_accounting,
     parse_config,
     parse_job_id,
@@ -23,8 +25,6 @@ from slurm_forge.slurm.parsing import (
     parse_partitions,
     parse_queue,
 )
-from slurm_forge.slurm.records import JobRecord
-from slurm_forge.slurm.states import PENDING_LIKE, JobState
 
 DATA = Path(__file__).parent / "data"
 START = datetime.fromtimestamp(1795255017, timezone.utc)

@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import SlurmCommandError
-from slurm_forge.slurm.sinfo import GpuKind, parse_sinfo
+from slurm_forge.slurm.text.sinfo import (
+    GpuKind,
+    parse_sinfo,
+)
 
 DATA = Path(__file__).parent / "data"
 

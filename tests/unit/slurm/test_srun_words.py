@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.slurm.srun_words import (
+from slurm_forge.slurm.text.srun_messages import (
     Cancelled,
     TaskEnd,
     first_end,

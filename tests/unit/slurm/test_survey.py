@@ -13,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
-from slurm_forge.slurm.json_answers import json_associations, json_partitions, json_qos
 from slurm_forge.slurm.survey import Reply, take_survey
+from slurm_forge.slurm.text.json_answers import (
+    json_associations,
+    json_partitions,
+    json_qos,
+)
 from tests.unit.slurm.recorded import DATA, Recorded, recorded
 
 NOT_HERE = SlurmUnreachableError(("x",), 127, "it can't be started: No such file or directory")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.slurm.environment import SlurmEnvironment
-from slurm_forge.slurm.parsing import (
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.slurm.text.parsing import (
     parse_accounting,
     parse_config,
     parse_jobs,
@@ -16,16 +18,16 @@ from slurm_forge.slurm.parsing import (
     parse_partitions,
     parse_queue,
 )
-from slurm_forge.slurm.records import JobRecord
-from slurm_forge.slurm.sinfo import parse_sinfo
-from slurm_forge.slurm.srun_words import (
+from slurm_forge.slurm.text.sinfo import (
+    parse_sinfo,
+)
+from slurm_forge.slurm.text.srun_messages import (
     ended_by_srun,
     first_end,
     lost_nodes,
     step_cancelled,
     task_ends,
 )
-from slurm_forge.slurm.states import JobState
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = sorted(each.name for each in DATA.glob("v??.??"))

@@ -6,8 +6,12 @@ import random
 
 import pytest
 
-from slurm_forge.checkpoint.load import resume as resume_newest
-from slurm_forge.checkpoint.shardread import ShardReader
+from slurm_forge.checkpoint.read.load import (
+    resume as resume_newest,
+)
+from slurm_forge.checkpoint.read.shard_reader import (
+    ShardReader,
+)
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.recovery.prediction import BroughtBack, FirstSignal, ResumesFrom
+from slurm_forge.recovery.policy.prediction import (
+    BroughtBack,
+    FirstSignal,
+    ResumesFrom,
+)
 from tests.slurm.truth.promises import PROMISES, Happened, _compared
 
 TOLD: dict[str, Any] = {

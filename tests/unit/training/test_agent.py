@@ -16,11 +16,19 @@ from typing import TypeVar
 
 import pytest
 
-from slurm_forge.control import agents as a
-from slurm_forge.control import protocol as p
+from slurm_forge.control.messages import (
+    agent as a,
+)
+from slurm_forge.control.messages import (
+    protocol as p,
+)
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch import second_deputy
-from slurm_forge.training import agent as agent_module
+from slurm_forge.launch.supervisor import (
+    deputy as second_deputy,
+)
+from slurm_forge.training.agent import (
+    main as agent_module,
+)
 
 Heard = TypeVar("Heard", bound=p.Message)
 NONCE = "n" * 32
@@ -31,7 +39,7 @@ _AGENT = """
     from slurm_forge.slurm import kernel
     kills = itertools.count()
     kernel.read_oom_kills = lambda: kernel.OomKills(group=next(kills), source="memory.events")
-    from slurm_forge.training import agent
+    from slurm_forge.training.agent import main as agent
     agent.preload = lambda variables, more: ""
     agent._ALONE_S = 0.3
     agent.Program.go = lambda self, parking: {go}

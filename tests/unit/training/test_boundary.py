@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from slurm_forge.control import Request, RequestKind
-from slurm_forge.training.boundary import Boundaries, RunStopped
+from slurm_forge.training.core.step_boundary import (
+    Boundaries,
+    RunStopped,
+)
 from slurm_forge.vocabulary.position import LAST, Position
 
 STOP = Request(id=1, kind=RequestKind.STOP, reason="test")

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.training.continuity import STEPS_WATCHED, Verdict, judge, same_loss
+from slurm_forge.training.checkpointing.resume_check import (
+    STEPS_WATCHED,
+    Verdict,
+    judge,
+    same_loss,
+)
 
 NOISES = {
     "normal": lambda rng, size: rng.normal(size=size),

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from slurm_forge.recovery.fingerprint import compare
 from slurm_forge.spec.environment import EnvironmentSpec
-from slurm_forge.training.data_version import DataVersion, data_facts
+from slurm_forge.training.data.dataset_fingerprint import (
+    DataVersion,
+    data_facts,
+)
 
 
 @pytest.fixture

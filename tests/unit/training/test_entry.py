@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.training.entry import call_entry
+from slurm_forge.training.core.entry import (
+    call_entry,
+)
 
 RUN = object()
 

@@ -13,7 +13,7 @@ import torch
 from slurm_forge.recovery.fingerprint import Fingerprint, compare
 from slurm_forge.slurm.process import Completed, run_command
 from slurm_forge.spec.environment import EnvironmentSpec
-from slurm_forge.training.environment import (
+from slurm_forge.training.checkpointing.environment_fingerprint import (
     code_facts,
     collect,
     driver_version,

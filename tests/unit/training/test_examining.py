@@ -12,13 +12,31 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slurm_forge.training.batches import Batch
-from slurm_forge.training.buffers import BufferSnapshot
-from slurm_forge.training.examining import Examination, Examiner, Generators
-from slurm_forge.training.findings import RankFindings, put_together
-from slurm_forge.training.guard import apply_gradients
-from slurm_forge.training.loss import BatchLoss, Loss
-from slurm_forge.training.registry import Registry
+from slurm_forge.training.core.loss import (
+    BatchLoss,
+    Loss,
+)
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+)
+from slurm_forge.training.instability.diagnosis import (
+    Examination,
+    Examiner,
+    Generators,
+)
+from slurm_forge.training.instability.diagnosis_report import (
+    RankFindings,
+    put_together,
+)
+from slurm_forge.training.step.buffer_snapshot import (
+    BufferSnapshot,
+)
+from slurm_forge.training.step.gradient_guard import (
+    apply_gradients,
+)
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")

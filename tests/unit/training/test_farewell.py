@@ -14,16 +14,29 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.control import protocol as p
+from slurm_forge.control.messages import (
+    protocol as p,
+)
 from slurm_forge.knobs import Knobs
-from slurm_forge.recovery.dumps import find_dump
+from slurm_forge.recovery.incident.crash_dumps import (
+    find_dump,
+)
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.run_directory.last_words import read_last_words
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.farewell import last_words_of, leave_behind
-from slurm_forge.training.kept import Channel
-from slurm_forge.training.place import RankPlace
-from slurm_forge.training.rank import Rank
+from slurm_forge.training.core.rank_info import (
+    RankPlace,
+)
+from slurm_forge.training.rank.error_file import (
+    last_words_of,
+    leave_behind,
+)
+from slurm_forge.training.rank.in_process_relaunch import (
+    Channel,
+)
+from slurm_forge.training.rank.rank import (
+    Rank,
+)
 
 NONCE = "n" * 16
 
@@ -41,7 +54,7 @@ def start_worker(
     run: RunDirectory, code: str = "", **knobs: int
 ) -> subprocess.CompletedProcess[str]:
     program = (
-        f"import ctypes, slurm_forge.training.worker as w\n{code}\nw.main([{str(run.path)!r}])"
+        f"import ctypes, slurm_forge.training.rank.main as w\n{code}\nw.main([{str(run.path)!r}])"
     )
     given = Knobs(channel="127.0.0.1:1", nonce=NONCE, **knobs).to_environ()
     environment = {**os.environ, **given, "RANK": "3", "WORLD_SIZE": "4"}

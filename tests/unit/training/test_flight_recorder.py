@@ -6,7 +6,11 @@ import os
 import threading
 from pathlib import Path
 
-from slurm_forge.training.flight_recorder import dump_into, forget, prepare
+from slurm_forge.training.monitor.flight_recorder import (
+    dump_into,
+    forget,
+    prepare,
+)
 
 
 def test_variables_and_folder_only_where_there_is_a_device_and_nothing_was_said(

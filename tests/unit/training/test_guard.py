@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.training.guard import (
+from slurm_forge.training.step.gradient_guard import (
     LARGEST,
     BufferSnapshot,
     Reading,
@@ -22,7 +22,9 @@ from slurm_forge.training.guard import (
     drop_gradients,
     skips_on_device,
 )
-from slurm_forge.training.norms import parameter_names
+from slurm_forge.training.step.gradient_norms import (
+    parameter_names,
+)
 
 #: The square of 1e30 is more than a float32 can hold, and so is Adam's second moment.
 BAD = [float("nan"), float("inf"), float("-inf"), 1e30]

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.control import protocol as p
+from slurm_forge.control.messages import (
+    protocol as p,
+)
 from slurm_forge.errors import CheckpointError, StorageFullError
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal import events as ev
@@ -17,8 +19,10 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.keeping import Keeping
-from slurm_forge.training.people import PeopleHeard
+from slurm_forge.training.checkpointing.catalog import (
+    Keeping,
+    PeopleHeard,
+)
 from slurm_forge.vocabulary.trust import Trust
 from tests.unit.checkpoint.helpers import save, weights
 

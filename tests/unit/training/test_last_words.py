@@ -23,8 +23,13 @@ from slurm_forge.errors import (
     RanksLostError,
     RunDirectoryError,
 )
-from slurm_forge.training.entry import load_entry
-from slurm_forge.training.last_words import cause_of, in_one_line
+from slurm_forge.training.core.entry import (
+    load_entry,
+)
+from slurm_forge.training.core.error_report import (
+    cause_of,
+    in_one_line,
+)
 from slurm_forge.vocabulary.cause import Cause
 
 C = Cause

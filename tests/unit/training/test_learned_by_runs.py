@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.learning import Learning, fingerprint
-from slurm_forge.training.registry import Registry
+from slurm_forge.training.core.learned_micro_batch import (
+    Learning,
+    fingerprint,
+)
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
 
 CPU = torch.device("cpu")
 ENOUGH = 20

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from slurm_forge.control.live_words import Told, hear
+from slurm_forge.control.messages.live import (
+    Told,
+    hear,
+)
 
 LONG_S = 60
 

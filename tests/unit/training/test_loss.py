@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.training.loss import BatchLoss, Loss
+from slurm_forge.training.core.loss import (
+    BatchLoss,
+    Loss,
+)
 
 SAMPLES = 24
 

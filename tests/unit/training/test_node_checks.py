@@ -14,12 +14,33 @@ from unittest import mock
 import pytest
 import torch
 
-from slurm_forge.control.preflight_words import Check, Thoroughness, Verdict
+from slurm_forge.control.messages.preflight import (
+    Check,
+    Thoroughness,
+    Verdict,
+)
 from slurm_forge.site.model import EnvironmentSets
-from slurm_forge.training import node_checks, preflight_child
-from slurm_forge.training.gpu_facts import GpuFacts, GpuProcess, parse_gpus, parse_processes
-from slurm_forge.training.node_checks import Wanted, look, meminfo
-from slurm_forge.training.preflight_child import Looker, TrialAsked
+from slurm_forge.training.preflight import (
+    child as preflight_child,
+)
+from slurm_forge.training.preflight import (
+    node_checks,
+)
+from slurm_forge.training.preflight.child import (
+    Looker,
+    TrialAsked,
+)
+from slurm_forge.training.preflight.gpu_facts import (
+    GpuFacts,
+    GpuProcess,
+    parse_gpus,
+    parse_processes,
+)
+from slurm_forge.training.preflight.node_checks import (
+    Wanted,
+    look,
+    meminfo,
+)
 
 
 def wanted(folder: Path | None = None, **more: object) -> Wanted:

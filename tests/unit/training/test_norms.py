@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slurm_forge.training.norms import Gradients, NormParts, clip_factor, parameter_names
+from slurm_forge.training.step.gradient_norms import (
+    Gradients,
+    NormParts,
+    clip_factor,
+    parameter_names,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.training.order import SampleOrder, Windows, fitting_micro_batch, micro_sizes
+from slurm_forge.training.core.sample_order import (
+    SampleOrder,
+    Windows,
+    fitting_micro_batch,
+    micro_sizes,
+)
 from slurm_forge.vocabulary.plan import SampleWindow
 
 lengths = st.integers(1, 400)

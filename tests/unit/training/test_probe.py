@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurm_forge.control.protocol import Message, ProbeArrived, ProbeBroke, ProbeDone
-from slurm_forge.training.probe import Probe, value_of
+from slurm_forge.control.messages.protocol import (
+    Message,
+    ProbeArrived,
+    ProbeBroke,
+    ProbeDone,
+)
+from slurm_forge.training.monitor.collective_probe import (
+    Probe,
+    value_of,
+)
 
 WORLD = 3
 

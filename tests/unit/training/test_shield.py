@@ -18,13 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.training.shield import children_deaf_from_birth, shield_worker
+from slurm_forge.training.data.worker_shield import (
+    children_deaf_from_birth,
+    shield_worker,
+)
 from tests.warm import WarmParent
 
 PROGRAM = """
 import contextlib, ctypes, os, signal, sys, threading, time
 from torch.utils.data import DataLoader
-from slurm_forge.training.shield import children_deaf_from_birth, shield_worker
+from slurm_forge.training.data.worker_shield import children_deaf_from_birth, shield_worker
 
 METHOD, KIND = sys.argv[1], sys.argv[2]
 
@@ -126,7 +129,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def parent():
-    with WarmParent("torch.utils.data", "slurm_forge.training.shield") as warm:
+    with WarmParent("torch.utils.data", "slurm_forge.training.data.worker_shield") as warm:
         yield warm
 
 

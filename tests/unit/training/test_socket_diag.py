@@ -15,12 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.training.port_counters import PortCounters, differences, read_counters
-from slurm_forge.training.socket_diag import (
+from slurm_forge.training.monitor.netlink import (
     connections_of,
     own_addresses,
     parse_addresses_dump,
     parse_dump,
+)
+from slurm_forge.training.monitor.port_counters import (
+    PortCounters,
+    differences,
+    read_counters,
 )
 
 PROGRAM = """

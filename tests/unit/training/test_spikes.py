@@ -7,10 +7,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from slurm_forge.control.protocol import Message, Propose, RequestKind
-from slurm_forge.recovery.anomaly import announced
+from slurm_forge.control.messages.protocol import (
+    Message,
+    Propose,
+    RequestKind,
+)
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    announced,
+)
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, default_recovery
-from slurm_forge.training.spikes import SpikeWatch
+from slurm_forge.training.instability.spike_monitor import (
+    SpikeWatch,
+)
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 

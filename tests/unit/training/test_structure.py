@@ -15,10 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from slurm_forge.checkpoint.state import TrainingState
-from slurm_forge.training.naming import Folded, fold, guess_renames
-from slurm_forge.training.structure import Structure
-from slurm_forge.training.structure_change import differences
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.training.checkpointing.structure import (
+    Structure,
+    differences,
+)
+from slurm_forge.training.core.tensor_names import (
+    Folded,
+    fold,
+    guess_renames,
+)
 from tests.distributed.ranks import run_ranks
 
 

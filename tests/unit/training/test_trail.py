@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from slurm_forge.training.trail import LENGTH, LossTrail, doubtful, values
+from slurm_forge.training.step.loss_history import (
+    LENGTH,
+    LossTrail,
+    doubtful,
+    values,
+)
 
 CPU = torch.device("cpu")
 

@@ -17,23 +17,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
-from slurm_forge.control import protocol as p
 from slurm_forge.control.hub import Said
+from slurm_forge.control.messages import (
+    protocol as p,
+)
 from slurm_forge.control.stack_text import threads
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import read_last_words
-from slurm_forge.training.process_facts import (
+from slurm_forge.training.core.procfs import (
     ProcessFacts,
     exit_status,
     parse_stat,
     read_process,
 )
-from slurm_forge.training.stacks import StackTaker
+from slurm_forge.training.monitor.stacks import (
+    StackTaker,
+)
 
 PROGRAM = """
     import os, sys, threading, ctypes, time
-    from slurm_forge.training.stacks import dump_on_signal
+    from slurm_forge.training.monitor.stacks import dump_on_signal
     beside = threading.Event()
     threading.Thread(target=beside.wait, daemon=True, name="forge-channel").start()
     dump = dump_on_signal()
@@ -144,7 +148,7 @@ WITNESSED = """
     from datetime import timedelta
     from slurm_forge.control.addresses import parse_addresses
     from slurm_forge.run_directory import RunDirectory
-    from slurm_forge.training.witnessed import begin_to_be_witnessed
+    from slurm_forge.training.monitor.client import begin_to_be_witnessed
     from slurm_forge.vocabulary.position import Position
     witnessed = begin_to_be_witnessed()
     witnessed.start(RunDirectory.at(sys.argv[1]), rank=0, world_size=1, host="here",

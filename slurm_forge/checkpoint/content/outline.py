@@ -1,0 +1,219 @@
+"""Taking a state apart again when its objects still hold what they held: names are not made anew.
+
+Making a name for each of thousands of tensors takes a tenth of a second; seeing that every module,
+parameter and optimizer state is where it was takes a millisecond.  Nothing is kept alive for that:
+an outline is names and numbers, and the tensors are always those that are there now.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slurm_forge.checkpoint.content.json_state import (
+    escape,
+)
+from slurm_forge.checkpoint.content.models import (
+    ParameterName,
+    wrapped_attribute,
+)
+from slurm_forge.checkpoint.content.tensors import (
+    Tensors,
+    local_part,
+)
+
+__all__ = ["Outline", "Sight", "look"]
+
+_PARAMETERS = operator.attrgetter("_parameters")
+_BUFFERS = operator.attrgetter("_buffers")
+_CHILDREN = operator.attrgetter("_modules")
+_TRANSIENT = operator.attrgetter("_non_persistent_buffers_set")
+_HOOKS = operator.attrgetter("_state_dict_hooks")
+_PRE_HOOKS = operator.attrgetter("_state_dict_pre_hooks")
+#: What a module may override to decide on its own what its state is.
+_MODULE_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is there at one moment: ``where`` tells whether names hold, ``tensors`` are live."""
+
+    where: list[object]
+    kinds: list[type]
+    tensors: list[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The keys in the order of a capture, and at which place of a sight the tensor of each is."""
+
+    keys: tuple[str, ...]
+    places: tuple[int, ...]
+    where: list[object]
+    kinds: list[type]
+
+    @classmethod
+    def of(
+        cls,
+        sight: Sight,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        names: Mapping[int, ParameterName],
+        captured: Tensors,
+    ) -> Outline | None:
+        """None unless it gives exactly what was ``captured`` of models and optimizers."""
+        if not all(id(each) in names for one in optimizers.values() for each in one.state):
+            return None  # what an optimizer keeps beside its parameters' state is not looked at
+        keys = [
+            *chain.from_iterable(_model_keys(name, root) for name, root in models.items()),
+            *chain.from_iterable(
+                _optimizer_keys(name, optimizer, names) for name, optimizer in optimizers.items()
+            ),
+        ]
+        if len(keys) != len(sight.tensors):
+            return None
+        places = {key: place for place, key in enumerate(keys) if key}
+        if places.keys() != captured.keys() or not all(
+            _is_same(sight.tensors[place], captured[key]) for key, place in places.items()
+        ):
+            return None
+        # A state dict goes depth first and a sight does not, and the order is part of a plan.
+        return cls(
+            tuple(captured), tuple(places[key] for key in captured), sight.where, sight.kinds
+        )
+
+    def tensors(self, sight: Sight) -> Tensors | None:
+        """The tensors under their keys; None where something stands elsewhere than it did."""
+        if sight.where != self.where or sight.kinds != self.kinds:
+            return None
+        found: Iterable[Any] = map(sight.tensors.__getitem__, self.places)
+        return dict(zip(self.keys, found, strict=True))
+
+
+def look(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Sight | None:
+    """See what is there; None where an object may decide on its own what its state is."""
+    where: list[object] = [*models, *optimizers]
+    tensors: list[object] = []
+    for root in models.values():
+        modules = _modules(root)
+        if not _are_plain(modules):
+            return None
+        for module in modules:
+            if module._state_dict_pre_hooks:  # FSDP2 puts the sharded parameters in place
+                for hook in module._state_dict_pre_hooks.values():
+                    hook(module, "", False)
+        parameters, buffers = list(map(_PARAMETERS, modules)), list(map(_BUFFERS, modules))
+        children = list(map(_CHILDREN, modules))
+        if not _are_dicts(chain(parameters, buffers, children)):
+            return None
+        where += map(id, modules)
+        where += map(id, _values(parameters))
+        where += map(id, _values(children))  # also under which name there is none
+        for names in (parameters, buffers, children):
+            where += map(len, names)
+            where += chain.from_iterable(names)
+        where += map(frozenset, map(_TRANSIENT, modules))
+        tensors += chain(_values(parameters), _values(buffers))
+    for optimizer in optimizers.values():
+        if not _is_plain_optimizer(optimizer):
+            return None
+        states = optimizer.state
+        if not _are_dicts(states.values()):
+            return None
+        where += map(id, states)
+        where += map(len, states.values())
+        where += chain.from_iterable(states.values())
+        for group in optimizer.param_groups:
+            where += map(id, group["params"])
+            where.append(len(group["params"]))
+        tensors += _values(states.values())
+    return Sight(where, list(map(type, tensors)), tensors)
+
+
+def _values(of: Iterable[Any]) -> Iterator[object]:
+    return chain.from_iterable(map(dict.values, of))
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """Every module, as often as it is held: parents before children."""
+    found = [root]
+    for module in found:  # grows on the way
+        if module._modules:
+            found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def _are_dicts(values: Iterable[object]) -> bool:
+    """Not so for the containers of a scripted module, or a number an optimizer counts in."""
+    return all(issubclass(kind, dict) for kind in set(map(type, values)))
+
+
+def _are_plain(modules: Sequence[nn.Module]) -> bool:
+    return (
+        all(map(_is_plain_module, set(map(type, modules))))
+        and not any(name in own for own in map(vars, modules) for name in _MODULE_STATE)
+        and not any(map(_HOOKS, modules))
+    )
+
+
+def _is_plain_module(kind: type[nn.Module]) -> bool:
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _MODULE_STATE)
+
+
+def _is_plain_optimizer(optimizer: Optimizer) -> bool:
+    return (
+        type(optimizer).state_dict is Optimizer.state_dict
+        and "state_dict" not in vars(optimizer)
+        and not optimizer._optimizer_state_dict_pre_hooks
+        and not optimizer._optimizer_state_dict_post_hooks
+    )
+
+
+def _model_keys(name: str, root: nn.Module) -> Iterator[str | None]:
+    """In the order of ``look``: parameters of all modules, then buffers of all modules."""
+    prefixes = [(root, "")]
+    for module, prefix in prefixes:
+        inner = wrapped_attribute(module)
+        prefixes += [
+            (child, prefix if attribute == inner else f"{prefix}{attribute}.")
+            for attribute, child in module._modules.items()
+            if child is not None
+        ]
+    model = f"models/{escape(name)}"
+    for module, prefix in prefixes:
+        for own, value in module._parameters.items():
+            yield None if value is None else f"{model}/{escape(prefix + own)}"
+    for module, prefix in prefixes:
+        for own, buffer in module._buffers.items():
+            kept = buffer is not None and own not in module._non_persistent_buffers_set
+            yield f"{model}/{escape(prefix + own)}" if kept else None
+
+
+def _optimizer_keys(
+    name: str, optimizer: Optimizer, names: Mapping[int, ParameterName]
+) -> Iterator[str | None]:
+    for parameter, state in optimizer.state.items():
+        found = names.get(id(parameter))
+        for entry in state:
+            if found is None:
+                yield None
+            else:
+                yield f"optimizers/{escape(name)}/state/{found.key}/{escape(str(entry))}"
+
+
+def _is_same(live: object, captured: torch.Tensor) -> bool:
+    """Whether they are one tensor; the captured one is detached."""
+    return (
+        isinstance(live, torch.Tensor)
+        and type(live.detach()) is type(captured)
+        and live.shape == captured.shape
+        and live.dtype == captured.dtype
+        and local_part(live).data_ptr() == local_part(captured).data_ptr()
+    )

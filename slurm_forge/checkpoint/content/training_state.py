@@ -1,0 +1,341 @@
+"""What a checkpoint holds: the registered objects, taken apart into tensors and JSON, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from slurm_forge.checkpoint.content.health import (
+    NOTES,
+)
+from slurm_forge.checkpoint.content.json_state import (
+    SaveTensor,
+    decode,
+    encode,
+    escape,
+)
+from slurm_forge.checkpoint.content.models import (
+    apply_model,
+    capture_model,
+    name_parameters,
+    target_model,
+)
+from slurm_forge.checkpoint.content.optimizers import (
+    OptimizerTarget,
+    capture_optimizer,
+    capture_options,
+    target_optimizer,
+)
+from slurm_forge.checkpoint.content.outline import (
+    Outline,
+    Sight,
+    look,
+)
+from slurm_forge.checkpoint.content.tensors import (
+    Tensors,
+    check_savable,
+    new_target,
+    saved_tensors,
+    some,
+)
+from slurm_forge.errors import MismatchError
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["Captured", "Known", "LoadTarget", "Stateful", "TrainingState"]
+
+
+_NO_OUTLINE = Outline((), (), [], [])
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A scheduler, a scaler, an EMA: anything that can tell its state and take it back."""
+
+    def state_dict(self) -> Any:
+        """Return the state: tensors, numbers, strings, None, in lists, tuples and dicts."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take back what ``state_dict`` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state taken apart.  The tensors are the live ones: nothing may change before the write.
+
+    ``alike``: keys of tensors that are equal on all ranks.  ``parts``: a digest of the JSON of
+    each object, to find ranks that disagree.  ``shape``: a digest of what must not differ.
+    """
+
+    tensors: Tensors
+    document: dict[str, Json]
+    alike: frozenset[str]
+    parts: dict[str, str]
+    shape: str
+    known: Known | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """What does not change of an optimizer's JSON while it holds the same state."""
+
+    params: list[Json]
+    rest: dict[str, Json]
+    digest: str
+
+    @classmethod
+    def of(cls, document: Any) -> _Fixed:
+        params = [group["params"] for group in document["groups"]]
+        rest = {key: value for key, value in document.items() if key != "groups"}
+        return cls(params, rest, _digest([params, rest]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a capture leaves for the next one: names and JSON, and no tensor."""
+
+    outline: Outline
+    models: dict[str, Json]
+    optimizers: Mapping[str, _Fixed]
+    loose: tuple[str, ...]
+    alike: frozenset[str]
+    shape: str
+    parts: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The objects of a run under the names they are registered by.
+
+    ``extra`` is the run's own JSON (step, samples consumed, plan, …), ``rng`` this rank's generator
+    states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
+    keys only.  ``notes`` are figures under ``notes/…`` that one rank at most hands over: what was
+    not saved of them is left as it is.
+    """
+
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
+        if wrong:
+            raise ValueError(f"generator states are named rng/rank-<r>/…, not {wrong[0]!r}")
+
+    def capture(self, known: Known | None = None) -> Captured:
+        """Take the state apart; CheckpointError, naming the key, for what can't be saved.
+
+        With what an earlier call knew, names that still hold are not made anew; shapes, dtypes and
+        placements are not looked at then (``Planner.known`` compares them).
+        """
+        with torch.no_grad():
+            sight = look(self.models, self.optimizers)
+            if known is not None and sight is not None:
+                again = self._again(known, sight)
+                if again is not None:
+                    return again
+            return self._anew(sight)
+
+    def _again(self, known: Known, sight: Sight) -> Captured | None:
+        tensors = known.outline.tensors(sight)
+        if tensors is None:
+            return None
+        loose: Tensors = {}
+        save = _saver(loose)
+        optimizers: dict[str, Json] = {
+            name: _with_options(
+                known.optimizers[name], capture_options(name, optimizer.param_groups, save)
+            )
+            for name, optimizer in self.optimizers.items()
+        }
+        objects = self._objects(save)
+        if tuple(loose) != known.loose:
+            return None
+        return self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
+
+    def _anew(self, sight: Sight | None) -> Captured:
+        tensors: Tensors = {}
+        alike: set[str] = set()
+        names = name_parameters(self.models)
+        models: dict[str, Json] = {
+            name: capture_model(name, module, tensors, alike)
+            for name, module in self.models.items()
+        }
+        optimizers: dict[str, Json] = {
+            name: capture_optimizer(name, optimizer, names, tensors, alike)
+            for name, optimizer in self.optimizers.items()
+        }
+        loose = {key: tensors.pop(key) for key in list(tensors) if _is_option(key)}
+        outline = sight and Outline.of(sight, self.models, self.optimizers, names, tensors)
+        # What a DTensor replicates is equal by definition: any holder may write it.
+        alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
+        objects = self._objects(_saver(loose))
+        known = Known(
+            outline=outline or _NO_OUTLINE,
+            models=models,
+            optimizers={name: _Fixed.of(each) for name, each in optimizers.items()},
+            loose=tuple(loose),
+            alike=frozenset(alike),
+            shape=_digest(sorted((*tensors, *loose))),
+            parts={f"models/{name}": _digest(value) for name, value in models.items()},
+        )
+        captured = self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
+        return captured if outline else dataclasses.replace(captured, known=None)
+
+    def _objects(self, save: SaveTensor) -> dict[str, Json]:
+        return {
+            name: encode(item.state_dict(), f"objects/{escape(name)}", save)
+            for name, item in self.objects.items()
+        }
+
+    def _captured(
+        self,
+        known: Known,
+        tensors: Tensors,
+        loose: Tensors,
+        optimizers: dict[str, Json],
+        objects: dict[str, Json],
+    ) -> Captured:
+        late = {key for key, tensor in loose.items() if isinstance(tensor, DTensor)}
+        save = _saver(tensors)
+        for key, tensor in (*self.rng.items(), *self.notes.items()):
+            save(key, tensor)
+        extra = encode(dict(self.extra), "extra")
+        parts = {"extra": _digest(extra), **known.parts}
+        parts.update(
+            (f"optimizers/{name}", _digest([known.optimizers[name].digest, _options(value)]))
+            for name, value in optimizers.items()
+        )
+        parts.update((f"objects/{name}", _digest(value)) for name, value in objects.items())
+        return Captured(
+            tensors,
+            {
+                "extra": extra,
+                "models": known.models,
+                "optimizers": optimizers,
+                "objects": objects,
+            },
+            known.alike | late if late else known.alike,
+            parts,
+            known.shape,
+            known,
+        )
+
+    def trained(self) -> frozenset[str]:
+        """Keys of the parameters that ask for a gradient: what is learned."""
+        names = name_parameters(self.models).values()
+        return frozenset(f"models/{name.key}" for name in names if name.learned)
+
+    def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
+        """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
+        registered = {"models": self.models, "optimizers": self.optimizers, "objects": self.objects}
+        for section, mine in registered.items():
+            _compare_names(section, set(mine), set(document[section]))
+        names = name_parameters(self.models)
+        targets: Tensors = {}
+        for name, module in self.models.items():
+            target_model(name, module, document["models"][name], metadata, targets)
+        optimizers = [
+            target_optimizer(
+                name, optimizer, names, document["optimizers"][name], metadata, targets=targets
+            )
+            for name, optimizer in self.optimizers.items()
+        ]
+        for name, item in self.objects.items():
+            _target_object(name, item, metadata, targets)
+        rng = saved_tensors(metadata, "rng/")
+        for key in set(self.rng) & set(rng):
+            targets[key] = new_target(rng[key], None)
+        saved = saved_tensors(metadata, NOTES)
+        for key in set(self.notes) & set(saved):
+            if saved[key].size == self.notes[key].shape:  # another version may have noted less
+                targets[key] = self.notes[key]
+        return LoadTarget(self, document, targets, optimizers)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Where the saved tensors are read into; then ``apply`` hands them over."""
+
+    state: TrainingState
+    document: Mapping[str, Any]
+    tensors: Tensors
+    optimizers: list[OptimizerTarget]
+
+    def apply(self) -> None:
+        """Give the objects their state back: models, optimizers, then everything else."""
+        for name, module in self.state.models.items():
+            apply_model(name, module, self.document["models"][name], self.tensors)
+        for optimizer in self.optimizers:
+            optimizer.apply()
+        for name, item in self.state.objects.items():
+            item.load_state_dict(decode(self.document["objects"][name], self.tensors.__getitem__))
+
+    def rng(self) -> dict[str, torch.Tensor]:
+        """The generator states that were saved under the names asked for."""
+        return {key: self.tensors[key] for key in self.state.rng if key in self.tensors}
+
+
+def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tensors) -> None:
+    # Never in place: what an object's state shares with other objects only it knows.  Its present
+    # tensors show how the saved ones are laid out over ranks and devices.
+    prefix = f"objects/{escape(name)}"
+    present: Tensors = {}
+    encode(item.state_dict(), prefix, present.__setitem__)
+    # The root itself may be a tensor, hence both prefixes.
+    for key, saved in saved_tensors(metadata, prefix).items():
+        if key == prefix or key.startswith(f"{prefix}/"):
+            targets[key] = new_target(saved, present.get(key))
+
+
+def _compare_names(section: str, mine: set[str], saved: set[str]) -> None:
+    if mine != saved:
+        here, there = some(mine - saved) or "none", some(saved - mine) or "none"
+        raise MismatchError(
+            f"other {section} are registered than were saved; only here: {here}, "
+            f"only in the checkpoint: {there}",
+            next_step="Register the same objects under the same names as when it was written.",
+        )
+
+
+def _saver(tensors: Tensors) -> SaveTensor:
+    def save(key: str, tensor: torch.Tensor) -> None:
+        tensors[key] = check_savable(key, tensor)
+
+    return save
+
+
+def _is_option(key: str) -> bool:
+    """Whether it is a tensor among an optimizer's options (a learning rate, say)."""
+    parts = key.split("/", 3)
+    return parts[0] == "optimizers" and parts[2] == "groups"
+
+
+def _with_options(fixed: _Fixed, options: Sequence[Json]) -> Json:
+    groups: list[Json] = [
+        {"params": params, "options": each}
+        for params, each in zip(fixed.params, options, strict=True)
+    ]
+    return {"groups": groups, **fixed.rest}
+
+
+def _options(document: Any) -> Json:
+    return [group["options"] for group in document["groups"]]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode("ascii")).hexdigest()

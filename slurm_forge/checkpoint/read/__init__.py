@@ -1,0 +1,1 @@
+"""Loading: the newest complete checkpoint, and checkpoints that DCP wrote."""

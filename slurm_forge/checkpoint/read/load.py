@@ -1,0 +1,241 @@
+"""Resuming: the newest checkpoint that is whole, put back in place, on any number of ranks.
+
+Every byte is verified as it is read, and read once.  A checkpoint that turns out to be damaged is
+passed over, with whatever it had filled the objects with: the next one fills them anew.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.index import (
+    INDEX_LIMIT,
+    Index,
+)
+from slurm_forge.checkpoint.content.json_state import (
+    decode,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    LoadTarget,
+    TrainingState,
+)
+from slurm_forge.checkpoint.read.shard_reader import (
+    ShardReader,
+)
+from slurm_forge.checkpoint.write.planner import (
+    ForgeLoadPlanner,
+)
+from slurm_forge.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointRejectedError,
+    UnsafeFileError,
+)
+from slurm_forge.store.blocks import read_whole
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import INDEX_NAME, Manifest, rejected
+
+__all__ = ["LoadedState", "read_index", "resume"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What was loaded beside the registered objects.
+
+    ``rng`` holds this rank's generator states; ``missing_rng`` the names asked for that were not
+    saved (there are more ranks now): the caller derives those.
+    """
+
+    manifest: Manifest
+    extra: Mapping[str, Any]
+    rng: Mapping[str, torch.Tensor]
+    missing_rng: tuple[str, ...]
+
+
+def resume(
+    store: CheckpointStore,
+    state: TrainingState,
+    *,
+    group: dist.ProcessGroup | None,
+    on_reject: Callable[[CheckpointName, str], None],
+    eligible: Callable[[Manifest], str | None] | None = None,
+    patience: float = 10.0,
+    pauses: Sequence[float] = (0.5, 2.0),
+) -> LoadedState | None:
+    """Put the newest checkpoint that is whole into the registered objects; None if there is none.
+
+    Collective over ``group`` (None: one process).  It may have been saved by another number of
+    ranks, or wrapped otherwise (plain, DDP, FSDP2).  One that is damaged is passed over, with a
+    call of ``on_reject`` on rank 0; ``eligible`` (on rank 0) may refuse one by returning why.
+    ``patience``: seconds to wait for files that another node sees already; ``pauses``: after which
+    a checkpoint is tried again that could not be read (which is no damage: a stale handle, say).
+
+    CheckpointError on all ranks, before anything of it was read, where names, shapes or dtypes are
+    not those that were saved: an older one would not fit either.  CheckpointMissingError where
+    there are checkpoints and none can be used: the objects may hold a part of one.
+    """
+    ranks = Ranks(group)
+    names: list[CheckpointName] | None = None
+    while True:
+
+        def choose(_: object) -> Any:
+            nonlocal names
+            if names is None:
+                names = store.candidates()
+                if not names:
+                    return None
+            found = _next_candidate(store, names, on_reject, eligible)
+            return "" if found is None else found.to_bytes().decode("ascii")
+
+        chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
+        if chosen is None:
+            return None
+        if not chosen:
+            raise CheckpointMissingError(
+                "there are checkpoints, and none of them can be used",
+                next_step="The journal says why of each, and so does slurm-forge checkpoints list. "
+                "Promote one, bring the folder back, or begin a new run under another name.",
+            )
+        manifest = Manifest.from_bytes(chosen.encode("ascii"))
+        reasons: list[_Reason] = []
+        for wait_s in (0.0, *pauses):
+            time.sleep(wait_s)  # every rank knows the same reasons, and waits as long
+            loaded, reasons = _load(store.path(manifest.name), manifest, state, ranks, patience)
+            if loaded is not None:
+                return loaded
+            if not all(passing for _, passing in reasons):
+                break
+        if ranks.rank == 0:
+            on_reject(manifest.name, "; ".join(sorted({text for text, _ in reasons})[:5]))
+
+
+def _load(
+    directory: Path, manifest: Manifest, state: TrainingState, ranks: Ranks, patience: float
+) -> tuple[LoadedState | None, list[_Reason]]:
+    """What was loaded, or why this checkpoint can't be used."""
+    doing = f"Loading {manifest.name}"
+    target: LoadTarget | None = None
+    reader: ShardReader | None = None
+    reason: _Reason = ("", False)
+    error: Exception | None = None
+    try:
+        waits = patience if ranks.rank else 0.0  # rank 0 has seen the manifest and all sizes
+        index = read_index(directory, manifest, waits)
+        target = state.target(manifest.state, index.to_metadata())
+        reader = ShardReader(directory, manifest, index, patience=waits)
+    except (CheckpointRejectedError, UnsafeFileError, OSError) as caught:
+        reason = _why(caught, ranks)
+    except Exception as caught:
+        error = caught
+    reasons = _reasons(ranks.agree(error, list(reason), _told, doing=doing))
+    if reasons or target is None or reader is None:
+        return None, reasons
+    try:
+        _read(target, reader)
+    except (CheckpointRejectedError, UnsafeFileError, OSError) as caught:
+        reason = _why(caught, ranks)
+    except Exception as caught:
+        error = caught
+    reasons = _reasons(ranks.agree(error, list(reason), _told, doing=doing))
+    if reasons:
+        return None, reasons
+    try:
+        target.apply()
+    except Exception as caught:
+        error = caught
+    ranks.agree(error, None, lambda _: None, doing=doing)
+    rng = target.rng()
+    loaded = LoadedState(
+        manifest=manifest,
+        extra=decode(manifest.state["extra"]),
+        rng=rng,
+        missing_rng=tuple(key for key in state.rng if key not in rng),
+    )
+    return loaded, []
+
+
+#: Why a rank can't use a checkpoint, and whether that may pass.
+_Reason: TypeAlias = tuple[str, bool]
+_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+def _told(reasons: Any) -> Any:
+    return [reason for reason in reasons if reason[0]]
+
+
+def _reasons(told: Any) -> list[_Reason]:
+    return [(str(text), bool(passing)) for text, passing in told]
+
+
+def _why(error: Exception, ranks: Ranks) -> _Reason:
+    if isinstance(error, CheckpointRejectedError):
+        return error.reason, False
+    passing = isinstance(error, OSError) and not isinstance(error, _FINAL)
+    return f"rank {ranks.rank} can't read it: {error}", passing
+
+
+def _next_candidate(
+    store: CheckpointStore,
+    remaining: list[CheckpointName],
+    on_reject: Callable[[CheckpointName, str], None],
+    eligible: Callable[[Manifest], str | None] | None,
+) -> Manifest | None:
+    while remaining:
+        name = remaining.pop(0)
+        try:
+            manifest = store.verify_manifest(name)
+        except CheckpointRejectedError as caught:
+            on_reject(name, caught.reason)
+            continue
+        reason = eligible(manifest) if eligible is not None else None
+        if reason is None:
+            return manifest
+        on_reject(name, reason)
+    return None
+
+
+def read_index(directory: Path, manifest: Manifest, patience: float = 0.0) -> Index:
+    """The index of a checkpoint, verified; waits ``patience`` seconds for the file to be seen."""
+    sizes = {file.name: file.size for file in manifest.files}
+    (entry,) = (file for file in manifest.files if file.name == INDEX_NAME)
+    data = read_whole(
+        directory / INDEX_NAME,
+        entry,
+        block_size=manifest.block_size,
+        limit=INDEX_LIMIT,
+        deadline=time.monotonic() + patience,
+    )
+    return Index.from_bytes(data, sizes)
+
+
+def _read(target: LoadTarget, reader: ShardReader) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # Every rank reads what it needs; no talk between ranks is needed for that.
+            dcp_load(
+                target.tensors, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True
+            )
+    except CheckpointException as caught:
+        for error, _ in caught.failures.values():
+            if isinstance(error, CheckpointRejectedError):
+                raise rejected(error.reason) from caught
+            if isinstance(error, OSError | UnsafeFileError):
+                raise error from caught
+            raise CheckpointError(
+                f"reading failed: {type(error).__name__}: {error}",
+                next_step="Load an older checkpoint, or look at the storage.",
+            ) from caught
+        raise CheckpointError("reading failed", next_step="Look at the storage.") from caught

@@ -1,0 +1,1 @@
+"""Saving: plan, copy, write, seal, publish."""

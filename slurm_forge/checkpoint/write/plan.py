@@ -1,0 +1,231 @@
+"""Who writes what: planned by DCP's planner over all ranks, and kept as long as nothing changes.
+
+Planning thousands of tensors takes seconds (every rank's list goes to rank 0 and is checked there),
+so a plan is made once and used again while every rank's tensors have the names, shapes, dtypes and
+placements that it was made for.  Ranks tell that by the plan's number in the exchange that every
+save has anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.index import (
+    INDEX_LIMIT,
+    Index,
+    SavedTensor,
+    data_file,
+)
+from slurm_forge.checkpoint.content.json_state import (
+    dtype_name,
+    dtype_named,
+)
+from slurm_forge.checkpoint.content.shard_layout import (
+    Place,
+    Shard,
+    lay_out,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    Captured,
+)
+from slurm_forge.checkpoint.write.planner import (
+    ForgeSavePlanner,
+)
+from slurm_forge.errors import CheckpointError
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["Plan", "Planner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only."""
+
+    number: int
+    shards: tuple[Shard, ...]
+    places: tuple[int, ...]
+    ends: tuple[int, ...]
+    size: int
+    index: bytes
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans saves; keeps the last plan.  ``known`` and ``make`` are called on all ranks alike."""
+
+    _plan: Plan | None = None
+    _made_for: _Shape | None = None
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def known(self, captured: Captured) -> int:
+        """The number of the plan that fits this rank's tensors as they are now; 0 if none does."""
+        if self._plan is None:
+            return 0
+        found = _Shape.of(captured)
+        if found != self._made_for:
+            return 0
+        self._made_for = found  # equal, and next time mostly the same objects: seen at once
+        return self._plan.number
+
+    @property
+    def plan(self) -> Plan:
+        """The last plan made."""
+        if self._plan is None:
+            raise AssertionError("nothing has been planned yet")
+        return self._plan
+
+    def make(self, captured: Captured, ranks: Ranks) -> Plan:
+        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't."""
+        dcp = ForgeSavePlanner(captured.alike)
+        shards: list[Shard] = []
+        error: Exception | None = None
+        try:
+            dcp.set_up_planner(captured.tensors, is_coordinator=ranks.rank == 0)
+            shards = [_shard(item) for item in dcp.create_local_plan().items]
+        except Exception as caught:
+            error = caught
+        index = b""
+
+        def plan_all(reports: Sequence[Any]) -> Json:
+            nonlocal index
+            everybody = [[_from_row(row) for row in rows] for rows in reports]
+            chosen = choose(dcp, everybody)
+            index = index_of(everybody, chosen).to_bytes()
+            if len(index) > INDEX_LIMIT:
+                raise CheckpointError(
+                    f"the index has {len(index)} bytes, {INDEX_LIMIT} can be read back",
+                    next_step="Please report it with the number of tensors and ranks.",
+                )
+            return list[Json](list[Json](mine) for mine in chosen)
+
+        chosen = ranks.agree(
+            error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
+        )
+        mine = tuple(shards[number] for number in chosen[ranks.rank])
+        places, size = lay_out(mine)
+        ends = tuple(at + shard.nbytes for at, shard in zip(places, mine, strict=True))
+        self._plan = Plan(next(self._numbers), mine, tuple(places), ends, size, index)
+        self._made_for = _Shape.of(captured)
+        return self._plan
+
+
+def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[list[int]]:
+    """Which of its shards each rank is to write, by their numbers in its list."""
+    items = [[_item(shard) for shard in shards] for shards in everybody]
+    plans, _ = dcp.create_global_plan([SavePlan(each) for each in items])
+    numbers = [{item.index: number for number, item in enumerate(each)} for each in items]
+    return [[numbers[rank][item.index] for item in plan.items] for rank, plan in enumerate(plans)]
+
+
+def index_of(everybody: Sequence[Sequence[Shard]], chosen: Sequence[Sequence[int]]) -> Index:
+    """The index of a checkpoint in which each rank writes what is chosen for it."""
+    found: dict[str, list[tuple[Shard, Place]]] = {}
+    for rank, (shards, numbers) in enumerate(zip(everybody, chosen, strict=True)):
+        mine = [shards[number] for number in numbers]
+        for shard, at in zip(mine, lay_out(mine)[0], strict=True):
+            found.setdefault(shard.key, []).append((shard, Place(rank, at)))
+    tensors = {
+        key: SavedTensor(parts[0][0].shape, dtype_named(parts[0][0].dtype), tuple(parts))
+        for key, parts in found.items()
+    }
+    return Index(tuple(data_file(rank) for rank in range(len(everybody))), tensors)
+
+
+_SIZE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Everything of a captured state that a plan depends on."""
+
+    keys: list[str]
+    specs: list[Any]
+    sizes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    alike: frozenset[str]
+
+    @classmethod
+    def of(cls, captured: Captured) -> _Shape:
+        # A DTensor's spec tells its size and dtype, too, and is mostly the object that it was:
+        # that is seen at once, where asking thousands of tensors for their size takes a while.
+        specs = [
+            tensor._spec if isinstance(tensor, DTensor) else None
+            for tensor in captured.tensors.values()
+        ]
+        plain = [
+            tensor
+            for tensor, spec in zip(captured.tensors.values(), specs, strict=True)
+            if spec is None
+        ]
+        return cls(
+            list(captured.tensors),
+            specs,
+            list(map(_SIZE, plain)),
+            list(map(_DTYPE, plain)),
+            captured.alike,
+        )
+
+
+def _shard(item: WriteItem) -> Shard:
+    data = item.tensor_data
+    if data is None:
+        raise TypeError(f"{item.index.fqn} is not a tensor")
+    dtype = data.properties.dtype
+    return Shard(
+        key=item.index.fqn,
+        dtype=dtype_name(dtype),
+        itemsize=dtype.itemsize,
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+    )
+
+
+def _item(shard: Shard) -> WriteItem:
+    offsets = torch.Size(shard.offsets)
+    return WriteItem(
+        index=MetadataIndex(shard.key, offsets),
+        # Also for a whole tensor: DCP takes a second item of one name only if it is a shard.
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(shard.sizes)),
+            properties=TensorProperties(dtype=dtype_named(shard.dtype)),
+            size=torch.Size(shard.shape),
+        ),
+    )
+
+
+def _to_row(shard: Shard) -> Json:
+    return [
+        shard.key,
+        shard.dtype,
+        shard.itemsize,
+        list[Json](shard.shape),
+        list[Json](shard.offsets),
+        list[Json](shard.sizes),
+    ]
+
+
+def _from_row(row: Sequence[Any]) -> Shard:
+    key, dtype, itemsize, shape, offsets, sizes = row
+    return Shard(key, dtype, itemsize, tuple(shape), tuple(offsets), tuple(sizes))

@@ -1,0 +1,429 @@
+"""Saving: every rank copies what it writes, writes that into a stage, rank 0 publishes the stage.
+
+Until the rename there is no checkpoint; after it there is a whole one.  Whatever happens before
+leaves the previous ones as they were.  Training is held up for the copy; the rest may be done on a
+thread, with a process group of its own for the one exchange at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.health import (
+    NotFinite,
+    infinite_by_design,
+    unhealthy,
+    unhealthy_here,
+)
+from slurm_forge.checkpoint.content.index import (
+    data_file,
+)
+from slurm_forge.checkpoint.content.tensors import (
+    local_part,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    Captured,
+    Known,
+    TrainingState,
+)
+from slurm_forge.checkpoint.write.arena import (
+    Arena,
+)
+from slurm_forge.checkpoint.write.copying import (
+    Copier,
+    Filling,
+)
+from slurm_forge.checkpoint.write.direct_io import (
+    PAGE,
+    round_up,
+)
+from slurm_forge.checkpoint.write.pending_save import (
+    After,
+    Flight,
+    Saved,
+)
+from slurm_forge.checkpoint.write.plan import (
+    Plan,
+    Planner,
+)
+from slurm_forge.checkpoint.write.sealing import (
+    open_stage,
+    report_of,
+    same_shape,
+    sealed,
+)
+from slurm_forge.checkpoint.write.shard_writer import (
+    write_shard_file,
+)
+from slurm_forge.checkpoint.write.shares import (
+    copies,
+    share_of,
+)
+from slurm_forge.errors import RanksLostError
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import INDEX_NAME, FileEntry
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["CheckpointWriter", "save_checkpoint"]
+
+
+class CheckpointWriter:
+    """Saves one after another, and keeps its memory and its plan from save to save.
+
+    Collective over ``group``, which must carry CPU tensors; ``None`` is one process without a
+    process group.  ``background`` is another group of the same ranks: with it (or alone) a save may
+    go on while the ranks do something else.  ``clock`` gives seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        group: dist.ProcessGroup | None,
+        background: dist.ProcessGroup | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._ranks = Ranks(group)
+        self._later = Ranks(group if background is None else background)
+        self._threaded = group is None or background is not None
+        self._clock = clock
+        self._planner = Planner()
+        self._arena = Arena(pinned=torch.cuda.is_available())
+        self._views: list[torch.Tensor] = []
+        self._views_of = 0
+        self._infinite: Mapping[str, NotFinite] | None = None
+        self._known: Known | None = None
+        self._rough = 0
+        self._copier = Copier()
+        self._flight: Flight | None = None
+        self._warming: threading.Thread | None = None
+
+    def begin(
+        self,
+        state: TrainingState,
+        *,
+        name: CheckpointName,
+        reason: str,
+        fence: Callable[[], None],
+        parent: CheckpointName | None = None,
+        background: bool = False,
+        after: After = lambda _: None,
+        permit: Callable[[int], None] = lambda _: None,
+        about: Mapping[str, Json] | None = None,
+        doubts: Callable[[], Sequence[str]] = tuple,
+        all_copies: bool = False,
+    ) -> Flight:
+        """Begin a save and return when the state may change again.  Waits for the one before.
+
+        Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
+        rank 0 right before the rename.  If anything fails on any rank, all ranks get a
+        CheckpointError (FencedError if ``fence`` did), here or from the flight, and no checkpoint
+        appears (or a whole one, where only the last fsync failed); RanksLostError, a
+        CheckpointError, if a rank is gone: then no collective may follow.  Without ``background``
+        the flight is over on return.  ``after`` is called with the end of a flight before anybody
+        who waits for it goes on, on the flight's thread.
+
+        ``permit`` is called on rank 0 with the size of all files before anything is written, and
+        raises CheckpointError where the save had better not be begun.  ``about`` (rank 0's) goes
+        into the manifest.  ``doubts`` is asked on every rank, on the flight's thread, for what
+        makes this state suspect; what is not finite in it is found here.  With ``all_copies`` also
+        in the copies that this rank holds and another one writes: in the live ones, which may have
+        moved on by then.
+        """
+        self._wait()
+        began, started = self._clock(), time.monotonic()
+        captured, agreed = self._agree(state, name, permit)
+        name = CheckpointName.parse(agreed["name"])
+        stage = self._store.directory / agreed["stage"]
+        try:
+            plan = (
+                self._planner.plan if agreed["plan"] else self._planner.make(captured, self._ranks)
+            )
+        except RanksLostError:
+            raise
+        except Exception:
+            self._discard(stage)
+            raise
+        document = captured.document  # the tensors are not kept for as long as the write takes
+        held = copies(captured, plan) if all_copies else ()
+        filling = Filling()
+        blocked: Future[timedelta] = Future()
+
+        def seal(reports: Sequence[Any]) -> dict[str, Json]:
+            manifest = sealed(
+                name,
+                document,
+                reports,
+                about=about or {},
+                run_id=self._store.run_id,
+                sequence=self._store.next_sequence(),
+                created_at=datetime.fromtimestamp(self._clock(), timezone.utc),
+                reason=reason,
+                parent=parent,
+            )
+            self._store.publish(stage, manifest, fence)
+            return {"size": manifest.size, "findings": list(manifest.findings)}
+
+        def persist() -> Saved:
+            agreed_end = self._persist(name, plan, stage, filling, seal, doubts, held)
+            return Saved(
+                name=name,
+                path=self._store.path(name),
+                size=int(agreed_end["size"]),
+                blocked=blocked.result(),
+                duration=timedelta(seconds=self._clock() - began),
+                disagreeing=tuple(agreed["disagreeing"]),
+                findings=tuple(agreed_end["findings"]),
+            )
+
+        flight = Flight(name)
+        self._make_room(plan, captured, filling)
+        # What has been copied is written while the rest is copied, also where this is waited for.
+        thread = threading.Thread(
+            target=flight.fly, args=(persist, after), name="forge-save", daemon=True
+        )
+        self._flight = flight  # not before somebody is about to fly it: it is waited for
+        try:
+            thread.start()
+        except BaseException as error:
+            blocked.set_result(timedelta(seconds=time.monotonic() - started))
+            filling.fail(error)
+            if not isinstance(error, RuntimeError):
+                self._flight = flight if thread.is_alive() else None
+                raise
+            flight.fly(persist, after)  # no thread to be had: the others hear of it as of any fault
+            return flight
+        try:
+            self._copy(plan, captured, filling)
+        finally:
+            blocked.set_result(timedelta(seconds=time.monotonic() - started))
+        if not (background and self._threaded):
+            flight.wait()
+        return flight
+
+    def look(self, state: TrainingState) -> tuple[str, ...]:
+        """What a save of this state would find not sound in this rank's part.  Not collective."""
+        captured, error = _capture(state, None)
+        error = error or self._accept(state, captured)
+        if captured is None or error is not None:
+            return ()  # a save says why it can't be saved
+        tensors = ((key, local_part(each).detach()) for key, each in captured.tensors.items())
+        return unhealthy_here(tensors, allowed=self._infinite or {})
+
+    def prepare(self, state: TrainingState) -> None:
+        """Plan the next save, and touch the memory for it on a thread.  Collective.
+
+        The first save of a launch would be held up by both.  CheckpointError where this state
+        could not be saved: better known now than after the first hour.
+        """
+        self._wait()
+        captured, error = _capture(state, None)
+        self._known = captured.known if captured else None
+        shape = captured.shape if captured else ""
+        self._rough = share_of(captured, self._ranks.rank)
+        error = error or self._accept(state, captured)
+        self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
+        if captured is None:
+            raise AssertionError("agree() raises where a rank failed")
+        plan = self._planner.make(captured, self._ranks)
+        self._views, self._views_of = [], 0  # they would keep memory alive that is given back
+
+        def warm() -> None:
+            # Whatever it is, the save itself will say so: mmap lacks memory with an OSError.
+            with contextlib.suppress(MemoryError, OSError, RuntimeError):
+                self._arena.reserve(plan.size)
+
+        warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread to be had: the save does it itself
+            warming.start()
+            self._warming = warming
+
+    def _accept(self, state: TrainingState, captured: Captured | None) -> Exception | None:
+        """What is not finite the first time it is looked at, and is not learned, is meant so.
+
+        Returns what went wrong: the other ranks are waiting to hear of it.
+        """
+        if self._infinite is None and captured is not None:
+            try:
+                learned = state.trained()
+                self._infinite = infinite_by_design(
+                    (key, local_part(tensor))
+                    for key, tensor in captured.tensors.items()
+                    if key not in learned and not key.startswith("optimizers/")
+                )
+            except Exception as caught:
+                return caught
+        return None
+
+    def _wait(self) -> None:
+        if self._flight is not None:
+            self._flight.wait()
+        if self._warming is not None:
+            self._warming.join()
+
+    def _agree(
+        self, state: TrainingState, name: CheckpointName, permit: Callable[[int], None]
+    ) -> tuple[Captured, dict[str, Any]]:
+        captured, error = _capture(state, self._known)
+        plan = self._planner.known(captured) if captured else 0
+        if captured and not plan and self._known is not None:
+            captured, error = _capture(state, None)  # looked at one by one before it is planned
+            plan = self._planner.known(captured) if captured else 0
+        self._known = captured.known if captured else None
+        if not plan:  # it holds as long as the plan does
+            self._rough = share_of(captured, self._ranks.rank)
+        error = error or self._accept(state, captured)
+        agreed = self._ranks.agree(
+            error,
+            {
+                "step": name.step,
+                "name": str(name),
+                "shape": captured.shape if captured else "",
+                "parts": dict(captured.parts) if captured else {},
+                "plan": plan,
+                "size": self._planner.plan.size if plan else 0,
+                "rough": self._rough,
+            },
+            lambda reports: open_stage(self._store, name, reports, permit),
+            doing="Preparing a checkpoint",
+        )
+        if captured is None:
+            raise AssertionError("agree() raises where a rank failed")
+        return captured, agreed
+
+    def _make_room(self, plan: Plan, captured: Captured, filling: Filling) -> None:
+        if self._views_of == plan.number:
+            return
+        self._views = []  # they would keep memory alive that is to be given back
+        try:
+            self._arena.reserve(plan.size)
+            self._views = [
+                self._arena.view(at, at + shard.nbytes)
+                .view(captured.tensors[shard.key].dtype)
+                .view(shard.sizes)
+                for shard, at in zip(plan.shards, plan.places, strict=True)
+            ]
+            self._views_of = plan.number
+        except Exception as error:  # told to the others in the one exchange at the end
+            filling.fail(error)
+
+    def _copy(self, plan: Plan, captured: Captured, filling: Filling) -> None:
+        """Copy what this rank writes; what goes wrong is told through ``filling``."""
+        try:
+            sources = [local_part(captured.tensors[shard.key]) for shard in plan.shards]
+            self._copier.copy(self._views, sources, plan.ends, filling)
+            devices = {source.device for source in sources if source.is_cuda}
+            if devices:
+                filling.promise(plan.size, _when_copied(devices))
+        except BaseException as error:
+            filling.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _persist(
+        self,
+        name: CheckpointName,
+        plan: Plan,
+        stage: Path,
+        filling: Filling,
+        seal: Callable[[Sequence[Any]], dict[str, Json]],
+        doubts: Callable[[], Sequence[str]],
+        held: Sequence[tuple[str, torch.Tensor]],
+    ) -> dict[str, Any]:
+        entries: list[FileEntry] = []
+        findings: list[str] = []
+        error: Exception | None = None
+        try:
+            filling.wait(0)  # whether there is an arena at all
+            memory = self._arena.memory(round_up(plan.size, PAGE))
+            target = stage / data_file(self._later.rank)
+            with ThreadPoolExecutor(1, thread_name_prefix="forge-health") as looking:
+                # Beside the write, which waits for the disk most of the time; not beside the copy,
+                # which training waits for.
+                looked = looking.submit(self._unhealthy, plan, filling)
+                entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
+                findings += looked.result()
+            findings += doubts()
+            mine = f"on rank {self._later.rank}"
+            seen = unhealthy_here(held, allowed=self._infinite or {})
+            findings += [f"{each} {mine}" for each in seen if each not in findings]
+            if self._later.rank == 0:
+                index = memoryview(plan.index)
+                entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
+        except Exception as caught:
+            error = caught
+        try:
+            agreed: dict[str, Any] = self._later.agree(
+                error,
+                report_of(entries, findings),
+                seal,
+                doing=f"Saving {name}",
+            )
+        except RanksLostError:
+            raise  # others may still be writing; the stage is swept by a later launch
+        except Exception:
+            self._discard(stage)
+            raise
+        return agreed
+
+    def _unhealthy(self, plan: Plan, filling: Filling) -> tuple[str, ...]:
+        filling.wait(plan.size)
+        keys = (shard.key for shard in plan.shards)
+        return unhealthy(zip(keys, self._views, strict=True), allowed=self._infinite or {})
+
+    def _discard(self, stage: Path) -> None:
+        if self._ranks.rank == 0:
+            self._store.discard_stage(stage)
+
+
+def save_checkpoint(
+    store: CheckpointStore,
+    state: TrainingState,
+    *,
+    name: CheckpointName,
+    reason: str,
+    group: dist.ProcessGroup | None,
+    fence: Callable[[], None],
+    clock: Callable[[], float] = time.time,
+    parent: CheckpointName | None = None,
+) -> Saved:
+    """Write and publish one checkpoint; returns when it is on disk.  As ``CheckpointWriter``."""
+    writer = CheckpointWriter(store, group=group, clock=clock)
+    flight = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
+    return flight.result()
+
+
+def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None, Exception | None]:
+    try:
+        return state.capture(known), None
+    except Exception as caught:
+        return None, caught
+
+
+def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
+    """What returns when all that was enqueued so far on the current stream of each is done."""
+    events = []
+    for device in devices:
+        with torch.cuda.device(device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            events.append(event)
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return wait

@@ -1,0 +1,52 @@
+"""Which part of a state this rank writes, and what it only holds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from slurm_forge.checkpoint.content.health import (
+    NOTES,
+)
+from slurm_forge.checkpoint.content.tensors import (
+    local_part,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    Captured,
+)
+from slurm_forge.checkpoint.write.plan import (
+    Plan,
+)
+
+__all__ = ["copies", "share_of"]
+
+
+def share_of(captured: Captured | None, rank: int) -> int:
+    """This rank's share of all bytes, about, before it is known who writes what.
+
+    What several ranks hold alike is written once: over all ranks it adds up to one copy.
+    """
+    found = captured.tensors.items() if captured else ()
+    return sum(_share(key, tensor, rank) for key, tensor in found)
+
+
+def copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]:
+    """What this rank holds and does not write, or not all of it."""
+    written: Counter[str] = Counter()
+    for shard in plan.shards:
+        written[shard.key] += shard.nbytes
+    found = ((key, local_part(tensor).detach()) for key, tensor in captured.tensors.items())
+    return [(key, tensor) for key, tensor in found if written[key] < tensor.nbytes]
+
+
+def _share(key: str, tensor: torch.Tensor, rank: int) -> int:
+    size = local_part(tensor).nbytes
+    if isinstance(tensor, DTensor):
+        places = enumerate(tensor.placements)
+        alike = (tensor.device_mesh.size(at) for at, place in places if place.is_replicate())
+        return -(-size // math.prod(alike))
+    return size if rank == 0 or key.startswith(("rng/", NOTES)) else 0

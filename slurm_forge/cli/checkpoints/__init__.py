@@ -1,0 +1,1 @@
+"""``checkpoints`` and ``export``."""

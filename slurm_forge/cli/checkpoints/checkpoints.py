@@ -1,0 +1,350 @@
+"""``checkpoints``: what a person does with a run's checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slurm_forge.cli.checkpoints import (
+    export as exporting,
+)
+from slurm_forge.cli.checkpoints import (
+    prune as deleting,
+)
+from slurm_forge.cli.checkpoints.run_checkpoints import (
+    AsJson,
+    Opened,
+    RunName,
+    Runs,
+    open_run,
+    write_line,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slurm_forge.cli.checkpoints.disk import (
+        Verdict,
+    )
+    from slurm_forge.store.identity import CheckpointName
+    from slurm_forge.vocabulary.trust import Trust
+
+__all__ = ["app"]
+
+_DAMAGED = 1
+_TELL_EVERY_S = 0.2
+
+app = typer.Typer(
+    name="checkpoints",
+    help="List, verify, trust, delete checkpoints.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Which = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="Its name or the beginning of it, its step, or latest, good, next.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """One checkpoint as ``verify`` found it: ``whole``, ``damaged``, ``unreadable`` or ``gone``."""
+
+    name: str
+    step: int
+    verdict: str
+    problem: str
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What ``verify`` prints with ``--json``."""
+
+    run: str
+    path: str
+    checkpoints: tuple[Read, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What ``promote`` and ``suspect`` print with ``--json``."""
+
+    run: str
+    path: str
+    name: str
+    trust: str
+    reason: str
+
+
+@app.command("list")
+def list_(run: RunName, json: AsJson = False, runs: Runs = None) -> None:
+    """A line for every checkpoint, newest first.
+
+    Trust is written, verified (read back whole), good (healthy steps followed) or suspect
+    (never resumed from).  "<- next" is where a start would go on from now.
+
+    \b
+    Examples:
+      slurm-forge checkpoints list tiny-gpt
+      slurm-forge checkpoints list tiny-gpt --json
+    """
+    from slurm_forge.cli.checkpoints.disk import (
+        look,
+    )
+    from slurm_forge.cli.run_choice import (
+        reference,
+    )
+    from slurm_forge.report.checkpoints import list_checkpoints
+    from slurm_forge.report.checkpoints_text import checkpoints_text
+    from slurm_forge.report.encoding import to_json
+
+    opened = open_run(run, runs)
+    found, leftovers = look(opened.store)
+    listed = list_checkpoints(
+        opened.run.name, str(opened.store.directory), opened.state, found, leftovers
+    )
+    if json:
+        typer.echo(to_json(listed))
+        return
+    text = checkpoints_text(listed, now=time.time(), reference=reference(opened.run))
+    typer.echo(text, nl=False)
+
+
+@app.command()
+def verify(
+    run: RunName,
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help="Names or beginnings of them, steps, or latest, good, next; without any, all.",
+        ),
+    ] = None,
+    json: AsJson = False,
+    runs: Runs = None,
+) -> None:
+    """Read every block of every file and compare its hash.
+
+    What is whole becomes verified, what is damaged suspect: it is not resumed from.  Exit status
+    1: something is damaged or can't be read.
+
+    \b
+    Examples:
+      slurm-forge checkpoints verify tiny-gpt
+      slurm-forge checkpoints verify tiny-gpt latest
+    """
+    from slurm_forge.cli.checkpoints.disk import (
+        look,
+    )
+    from slurm_forge.cli.checkpoints.names import (
+        meant,
+    )
+    from slurm_forge.cli.failure import (
+        INTERRUPTED,
+    )
+    from slurm_forge.report.encoding import to_json
+
+    opened = open_run(run, runs)
+    found, _ = look(opened.store)
+    names = [meant(each, opened.state, found) for each in checkpoints or ()]
+    if not checkpoints:
+        names = [each.name for each in found]
+    if not names and not json:
+        typer.echo(f"{opened.run.name} has no checkpoints yet")
+    read = []
+    try:
+        for name in dict.fromkeys(names):
+            each = _verified(opened, name)
+            read.append(each)
+            if not json:
+                typer.echo(_told(each))
+    except KeyboardInterrupt:
+        typer.echo("\ninterrupted.   what was told above is in the journal", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if json:
+        path = str(opened.store.directory)
+        typer.echo(to_json(Verified(run=opened.run.name, path=path, checkpoints=tuple(read))))
+    if any(each.verdict in ("damaged", "unreadable") for each in read):
+        raise typer.Exit(_DAMAGED)
+
+
+@app.command()
+def promote(
+    run: RunName,
+    checkpoint: Which,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")],
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read all of it first; damaged: refuse.")
+    ] = True,
+    json: AsJson = False,
+    runs: Runs = None,
+) -> None:
+    """Trust a checkpoint, whatever was found.
+
+    It is read first and is good from then on: it may be resumed from again, and rolled back to.
+
+    \b
+    Examples:
+      slurm-forge checkpoints promote tiny-gpt latest --reason "measured"
+      slurm-forge checkpoints promote tiny-gpt 1200 --reason "loss is fine"
+    """
+    from slurm_forge.cli.checkpoints.disk import (
+        read_all,
+    )
+    from slurm_forge.errors import CheckpointError
+    from slurm_forge.vocabulary.trust import Trust
+
+    opened = open_run(run, runs)
+    name = _meant(opened, checkpoint)
+    if verify:
+        verdict = read_all(opened.store, name, _progress(name))
+        if verdict.problem:
+            raise CheckpointError(
+                f"{name} is not whole, so it is not promoted: {verdict.problem}",
+                next_step="Look at the storage, or promote another one; --no-verify insists.",
+            )
+    _judge(opened, name, Trust.GOOD, reason, as_json=json)
+
+
+@app.command()
+def suspect(
+    run: RunName,
+    checkpoint: Which,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")],
+    json: AsJson = False,
+    runs: Runs = None,
+) -> None:
+    """Distrust a checkpoint.
+
+    The run never resumes from it, until somebody promotes it.  A run that is going on
+    hears of it at its next start.
+
+    \b
+    Examples:
+      slurm-forge checkpoints suspect tiny-gpt latest --reason "a bad node"
+      slurm-forge checkpoints suspect tiny-gpt 1200 --reason "loss rose after it"
+    """
+    from slurm_forge.vocabulary.trust import Trust
+
+    opened = open_run(run, runs)
+    _judge(opened, _meant(opened, checkpoint), Trust.SUSPECT, reason, as_json=json)
+
+
+def _meant(opened: Opened, wanted: str) -> CheckpointName:
+    from slurm_forge.cli.checkpoints.disk import (
+        look,
+    )
+    from slurm_forge.cli.checkpoints.names import (
+        meant,
+    )
+
+    return meant(wanted, opened.state, look(opened.store)[0])
+
+
+def _verified(opened: Opened, name: CheckpointName) -> Read:
+    """Read it and write down what was found."""
+    from slurm_forge.cli.checkpoints.disk import (
+        read_all,
+    )
+    from slurm_forge.journal.events import CheckpointJudged
+    from slurm_forge.vocabulary.trust import Trust
+
+    begun = time.monotonic()
+    verdict = read_all(opened.store, name, _progress(name))
+    if verdict.damaged:
+        reason = f"damaged: {verdict.problem}"
+        write_line(opened, CheckpointJudged(name=str(name), trust=Trust.SUSPECT, reason=reason))
+    elif not verdict.problem:
+        reason = "every block was read back by checkpoints verify"
+        write_line(opened, CheckpointJudged(name=str(name), trust=Trust.VERIFIED, reason=reason))
+    return Read(
+        name=str(name),
+        step=name.step,
+        verdict=_word(verdict),
+        problem=verdict.problem,
+        size=verdict.size,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.gone:
+        return "gone"
+    if verdict.damaged:
+        return "damaged"
+    return "unreadable" if verdict.problem else "whole"
+
+
+def _told(read: Read) -> str:
+    from slurm_forge.report import text as t
+    from slurm_forge.report.checkpoints_text import amount
+
+    if read.problem:
+        what = f"{read.verdict}: {t.clean(read.problem, 600)}"
+    else:
+        what = f"{read.verdict}   {amount(read.size)} read in {t.span(read.seconds)}"
+    return f"step {t.number(read.step)}   {read.name}   {what}"
+
+
+def _progress(name: CheckpointName) -> Callable[[int, int], None]:
+    """Tells how far reading is, on a terminal; anywhere else nothing."""
+    from slurm_forge.report.checkpoints_text import amount
+
+    if not sys.stderr.isatty():
+        return lambda done, total: None
+    next_time = [time.monotonic() + _TELL_EVERY_S]
+
+    def tell(done: int, total: int) -> None:
+        over = done >= total
+        if over or time.monotonic() >= next_time[0]:
+            next_time[0] = time.monotonic() + _TELL_EVERY_S
+            line = f"step {name.step}: {amount(done)} of {amount(total)}"
+            sys.stderr.write("\r\033[K" + ("" if over else line))
+            sys.stderr.flush()
+
+    return tell
+
+
+def _judge(
+    opened: Opened, name: CheckpointName, trust: Trust, reason: str, *, as_json: bool
+) -> None:
+    from slurm_forge.journal.events import CheckpointJudged
+    from slurm_forge.person import person
+    from slurm_forge.report.encoding import to_json
+
+    if not reason.strip():
+        raise typer.BadParameter("say why, in a few words", param_hint="--reason")
+    write_line(
+        opened,
+        CheckpointJudged(name=str(name), trust=trust, reason=f"{reason} ({person()})"),
+    )
+    if as_json:
+        path = str(opened.store.directory)
+        typer.echo(
+            to_json(
+                Judged(
+                    run=opened.run.name,
+                    path=path,
+                    name=str(name),
+                    trust=trust.value,
+                    reason=reason,
+                )
+            )
+        )
+        return
+    typer.echo(f"{opened.run.name}: {name} is {trust.value} from now on")
+
+
+app.command()(deleting.prune)
+app.command()(exporting.export)

@@ -1,0 +1,82 @@
+"""What every verb on checkpoints begins with: the run, its store, and what its journal says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slurm_forge.cli.completion import (
+    run_names,
+)
+
+if TYPE_CHECKING:
+    from slurm_forge.journal import RunState
+    from slurm_forge.journal.events import Event
+    from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.spec.run_file import RunFile
+    from slurm_forge.store.directory import CheckpointStore
+
+__all__ = ["AsJson", "Opened", "RunName", "Runs", "open_run", "write_line"]
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, or the path of its folder.",
+        autocompletion=run_names,
+    ),
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run whose checkpoints are looked at."""
+
+    run: RunDirectory
+    file: RunFile
+    store: CheckpointStore
+    state: RunState
+
+
+def open_run(run: str, runs: Path | None) -> Opened:
+    """The run that a person means."""
+    from slurm_forge.cli.run_choice import (
+        find_run,
+    )
+    from slurm_forge.journal import fold, read_journal
+    from slurm_forge.spec.run_file import read_run_file
+    from slurm_forge.store.directory import CheckpointStore
+
+    found = find_run(run, runs)
+    file = read_run_file(found.spec_file)
+    store = CheckpointStore(found.checkpoints, file.job.name)
+    return Opened(found, file, store, fold(read_journal(found, thin=True)[0]))
+
+
+def write_line(opened: Opened, event: Event) -> None:
+    """One line of a person's in the journal, on disk on return."""
+    from slurm_forge.journal import JournalWriter, newest_attempt_in, read_journal
+
+    records, _ = read_journal(opened.run, thin=True, fresh=True)
+    attempt = newest_attempt_in(records)
+    launches = [
+        launch.number
+        for each in opened.state.attempts
+        if each.number == attempt
+        for launch in each.launches
+    ]
+    # Among what the run itself writes, behind what was read here: behind all of it, a judgement
+    # would bring back to memory what has been deleted since.
+    launch = max(launches, default=0)
+    journal = JournalWriter(opened.run, attempt=attempt, writer="cli", launch=launch)
+    journal.follow(records)
+    journal.write(event, durable=True)
+    journal.close()

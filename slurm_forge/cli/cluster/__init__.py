@@ -1,0 +1,1 @@
+"""``doctor``, ``probe``, ``sites`` and ``nodes``: verbs about a cluster."""

@@ -1,0 +1,124 @@
+"""What ``doctor --live`` prints: who saw which signal, what follows from it, or one document."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_forge.recovery.live_findings import Finding, Mark
+from slurm_forge.recovery.live_observations import (
+    Fate,
+    JobSeen,
+    LiveSeen,
+    RoundKind,
+    Sighting,
+    Way,
+)
+from slurm_forge.recovery.policy.prediction import (
+    Prediction,
+)
+from slurm_forge.report import text as t
+from slurm_forge.report.encoding import to_json
+
+__all__ = ["live_json", "live_text"]
+
+_COLUMNS = {
+    RoundKind.WARNING: "Slurm's warning",
+    RoundKind.STEPS_USER: "USR2, steps",
+    RoundKind.STEPS_TERM: "TERM, steps",
+    RoundKind.BATCH_USER: "USR2, batch",
+}
+
+
+def live_text(seen: LiveSeen, found: tuple[Finding, ...]) -> str:
+    """For people."""
+    partition, qos = t.clean(seen.partition or "?", 64), t.clean(seen.qos or "?", 64)
+    where = f"job {seen.job} in partition {partition}, QOS {qos}"
+    report = seen.report
+    lines = []
+    if report is not None:
+        lines = [f"{where}, on {t.nodes(_hosts(report))}", "", *_table(report), ""]
+        lines += [f"  {t.clean(report.torch_left_out, 200)}", ""] if report.torch_left_out else []
+        for each in found:
+            lines.append(f"{each.mark.value:<8} {each.about:<8} {t.clean(each.text, 400)}")
+            lines += [f"{'':<17} {t.clean(each.advice, 400)}"] if each.advice else []
+    if seen.problem:
+        lines.append(f"{where}: {t.clean(seen.problem, 1000)}")
+    if seen.folder:
+        lines.append(f"kept: {seen.folder}")
+    return "\n".join(lines) + "\n"
+
+
+def _table(report: JobSeen) -> list[str]:
+    """A row for each place a rank may stand at, a column for each signal."""
+    rounds = [each for each in report.rounds if each.sightings]
+    rows: list[tuple[str, ...]] = [("", *(_COLUMNS[each.kind] for each in rounds))]
+    hosts = {s.host for each in rounds for s in each.sightings}
+    for way in Way:
+        for host in sorted({s.host for each in rounds for s in each.of(way)}):
+            cells = []
+            for each in rounds:
+                mine = [s for s in each.of(way) if s.host == host]
+                cells.append(_cell(mine[0], each.before_end_s) if mine else "")
+            name = f"{way.value} on {host}" if len(hosts) > 1 else way.value
+            rows.append((name, *cells))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return ["  ".join(f"{c:<{w}}" for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+
+
+def _cell(sighting: Sighting, before_end_s: float | None) -> str:
+    after = "" if sighting.after_s is None else f" {sighting.after_s:.2f} s"
+    match sighting.fate:
+        case Fate.HEARD:
+            if before_end_s is not None:
+                return f"heard {before_end_s:.0f} s before"
+            return f"heard{after}"
+        case Fate.DIED:
+            return f"died{after}"
+        case Fate.CARRIED_OFF:
+            return f"ended{after}"
+        case Fate.ABSENT:
+            return "not there"
+    return "-"
+
+
+def _hosts(report: JobSeen) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((report.host, *(node.host for node in report.nodes))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    ok: bool | None
+    seen: dict[str, Any]
+    prediction: dict[str, Any] | None
+    findings: tuple[Finding, ...]
+
+
+def live_json(seen: LiveSeen, found: tuple[Finding, ...], prediction: Prediction | None) -> str:
+    """For programs: the keys stay as they are."""
+    fine = None
+    if seen.report is not None:
+        fine = not seen.problem and all(each.mark is not Mark.PROBLEM for each in found)
+    return to_json(
+        _Document(
+            ok=fine,
+            seen=dataclasses.asdict(seen),
+            prediction=None if prediction is None else _plain(prediction),
+            findings=found,
+        )
+    )
+
+
+def _plain(prediction: Prediction) -> dict[str, Any]:
+    """Durations as seconds, under names that end in ``_s``."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(prediction):
+        value = getattr(prediction, field.name)
+        if hasattr(value, "total_seconds"):
+            found[f"{field.name}_s"] = value.total_seconds()
+        elif value is None and field.name in ("notice", "delay", "exempt", "lead"):
+            found[f"{field.name}_s"] = None
+        else:
+            found[field.name] = value
+    return found

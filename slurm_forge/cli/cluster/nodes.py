@@ -1,0 +1,255 @@
+"""``nodes``: what runs have seen of nodes, and what a person says of them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slurm_forge.cli.completion import (
+    site_names,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from slurm_forge.node_ledger import NodeLedger
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="nodes",
+    help="Which nodes runs leave out; strike and release them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Nodes = Annotated[
+    list[str], typer.Argument(metavar="NODE...", help="Names of nodes, or lists like n[01-04].")
+]
+SiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--site",
+        metavar="NAME|FILE",
+        help="Site (SLURM_FORGE_SITE, else what Slurm is called).",
+        autocompletion=site_names,
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="Slurm's ClusterName; without it, this one."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command("list")
+def list_(
+    every: Annotated[
+        bool, typer.Option("--all", help="Every node that anything counts against, every strike.")
+    ] = False,
+    json: AsJson = False,
+    cluster: Cluster = None,
+    site: SiteName = None,
+) -> None:
+    """A line for every node that runs had trouble with.
+
+    The worst come first.  A strike loses half of its weight in three days.  A node is to be left
+    out while what is left of its strikes is 1 or more, or because a person struck it, as long as
+    it is not too many.
+
+    \b
+    Examples:
+      slurm-forge nodes list
+      slurm-forge nodes list --all
+    """
+    from slurm_forge.cli.cluster.nodes_listing import (
+        list_nodes,
+    )
+    from slurm_forge.cli.cluster.nodes_text import (
+        nodes_text,
+    )
+    from slurm_forge.report.encoding import to_json
+
+    ledger, partitions = _open(cluster, site)
+    listed = list_nodes(ledger, every=every, partitions=partitions)
+    if json:
+        typer.echo(to_json(listed))
+        return
+    typer.echo(nodes_text(listed, now=time.time(), every=every), nl=False)
+
+
+@app.command()
+def release(
+    nodes: Nodes,
+    why: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")] = "",
+    json: AsJson = False,
+    cluster: Cluster = None,
+    site: SiteName = None,
+) -> None:
+    """Trust nodes again: what was said of them so far no longer counts.
+
+    Jobs that already wait in the queue keep what they were submitted with.
+
+    \b
+    Examples:
+      slurm-forge nodes release n06
+      slurm-forge nodes release "n[08-09]"
+    """
+    from slurm_forge.person import person
+    from slurm_forge.recovery.nodes.exclusion import (
+        Release,
+        standings,
+    )
+
+    ledger, _ = _open(cluster, site)
+    names = _names(nodes)
+    now = time.time()
+    known = {each.node for each in standings(ledger.read().ledger, now, ledger.rules)}
+    ledger.add([Release(node=name, time=now, by=person(), why=why) for name in names])
+    _noted(ledger, "release", names, None, why, as_json=json)
+    unknown = [name for name in names if name not in known]
+    if unknown and not json:
+        from slurm_forge.report import text as t
+
+        typer.echo(f"nothing was known against {t.nodes(unknown)}")
+
+
+@app.command()
+def strike(
+    nodes: Nodes,
+    why: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")],
+    for_: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="2d, 12h; else until released.")
+    ] = None,
+    json: AsJson = False,
+    cluster: Cluster = None,
+    site: SiteName = None,
+) -> None:
+    """Leave nodes out from now on, whatever runs have seen of them.
+
+    A job that could not start without one of them gets it all the same.
+
+    \b
+    Examples:
+      slurm-forge nodes strike n06 --why "slow link, ticket 4711"
+      slurm-forge nodes strike "n[08-09]" --why "slow link" --for 2d
+    """
+    from slurm_forge.errors import ConfigError
+    from slurm_forge.person import person
+    from slurm_forge.recovery.nodes.exclusion import (
+        BY_HAND,
+        Strike,
+    )
+    from slurm_forge.units import parse_duration
+
+    try:
+        length = None if for_ is None else parse_duration(for_).total_seconds()
+    except ValueError as error:
+        raise ConfigError(f"--for: {error}", next_step="For example: --for 2d.") from None
+    if length == 0:
+        raise ConfigError("--for: no time at all", next_step="For example: --for 2d.")
+    names = _names(nodes)
+    ledger, partitions = _open(cluster, site)
+    _refuse_unknown(names, partitions)
+    now = time.time()
+    until = None if length is None else now + length
+    ledger.add(
+        [
+            Strike(
+                node=name, time=now, weight=1.0, cause=BY_HAND, by=person(), until=until, why=why
+            )
+            for name in names
+        ]
+    )
+    _noted(ledger, "strike", names, until, why, as_json=json)
+
+
+def _open(cluster: str | None, site: str | None) -> tuple[NodeLedger, Mapping[str, frozenset[str]]]:
+    """The ledger, and the nodes of the cluster's partitions where Slurm was asked and said them."""
+    from slurm_forge.cli.run_choice import (
+        node_ledger,
+        site_places,
+    )
+    from slurm_forge.errors import ConfigError, SlurmCommandError
+    from slurm_forge.launch.nodes.excluded_nodes import (
+        nodes_of,
+    )
+    from slurm_forge.slurm.client import SubprocessSlurm
+
+    places = site_places()
+    if cluster is not None:
+        return node_ledger(places.load(site, cluster_name=cluster).site, cluster), {}
+    slurm = SubprocessSlurm.of_this_process()
+    try:
+        name = slurm.show_config().cluster_name
+        records = slurm.show_partitions()
+    except SlurmCommandError as error:
+        raise ConfigError(
+            f"which cluster's nodes? Slurm does not say: {error.message}",
+            next_step="Name it: --cluster NAME (ClusterName of `scontrol show config`).",
+        ) from None
+    named = {record.name: nodes_of(records, record.name) for record in records}
+    partitions = {name: nodes for name, nodes in named.items() if nodes}
+    return node_ledger(places.load(site, cluster_name=name).site, name), partitions
+
+
+def _names(nodes: list[str]) -> tuple[str, ...]:
+    from slurm_forge.slurm.text.nodelist import (
+        expand_nodes,
+    )
+
+    return tuple(dict.fromkeys(name for each in nodes for name in expand_nodes(each)))
+
+
+def _refuse_unknown(names: tuple[str, ...], partitions: Mapping[str, frozenset[str]]) -> None:
+    if not partitions:
+        return
+    there = frozenset[str]().union(*partitions.values())
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        from slurm_forge.documents import nearest
+        from slurm_forge.errors import ConfigError
+
+        close = nearest(unknown[0], sorted(there))
+        meant = f' (did you mean "{close}"?)' if close else ""
+        raise ConfigError(
+            f"there is no node {unknown[0]!r} in any partition{meant}",
+            next_step="Names of nodes: sinfo -N.",
+        )
+
+
+def _noted(
+    ledger: NodeLedger,
+    verb: str,
+    names: tuple[str, ...],
+    until: float | None,
+    why: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Say what was written down, in words or as one JSON document."""
+    if as_json:
+        from slurm_forge.cli.cluster.nodes_listing import (
+            Noted,
+        )
+        from slurm_forge.report.encoding import to_json
+
+        cluster = ledger.cluster
+        typer.echo(to_json(Noted(cluster=cluster, verb=verb, nodes=names, until=until, why=why)))
+        return
+    from slurm_forge.report import text as t
+
+    if ledger.folder is None:
+        typer.echo("nothing was written: SLURM_FORGE_NODES=off keeps no node ledger")
+    elif verb == "release":
+        typer.echo(f"{t.nodes(names)}: trusted again.")
+    else:
+        end = "released" if until is None else t.moment(until, time.time())
+        again = f"slurm-forge nodes release {t.nodes(names)}"
+        typer.echo(
+            f"{t.nodes(names)}: left out until {end} by your jobs, as long as enough others are "
+            f"left for them.   trust again: {again}"
+        )

@@ -1,0 +1,142 @@
+"""What ``probe`` has found: a row for each node, and as one JSON document."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slurm_forge.control.messages.preflight import (
+    Check,
+    NodeReport,
+    Verdict,
+)
+from slurm_forge.launch.diagnose.node_probe import (
+    Looked,
+)
+from slurm_forge.report import text as t
+from slurm_forge.report.encoding import to_json
+
+__all__ = ["probe_json", "probe_text"]
+
+_SIGN = {Verdict.FINE: "ok", Verdict.ODD: "odd", Verdict.BAD: "BAD", Verdict.SKIPPED: "-"}
+_COLUMNS = ("gpu", "cpu", "memory", "storage", "other")
+_OF = {
+    "gpu": "gpu", "gpu memory": "gpu", "gpu computes": "gpu", "gpu health": "gpu",
+    "cpu computes": "cpu", "memory": "memory", "storage": "storage", "lock": "storage",
+}  # fmt: skip
+_ORDER = (Verdict.SKIPPED, Verdict.FINE, Verdict.ODD, Verdict.BAD)
+_CLOCK_SHOWN_S = 0.5
+
+
+def probe_text(looked: Looked, struck: tuple[str, ...] = ()) -> str:
+    """For people: a row per node, then what was seen, then the verdict."""
+    bad = () if looked.refused is None else looked.refused.hosts
+    rows: list[tuple[str, ...]] = [("node", *_COLUMNS, "clock", "")]
+    lines: list[str] = []
+    for report in looked.reports:
+        ahead = looked.ahead.get(report.rank, 0.0)
+        clock = f"{ahead:+.1f} s" if abs(ahead) > _CLOCK_SHOWN_S else "ok"
+        rows.append((report.host, *_cells(report), clock, "refused" if report.host in bad else ""))
+        lines += [
+            f"  {report.host}: {check.name}: {t.clean(check.text, 300)}"
+            for check in report.checks
+            if check.verdict in (Verdict.ODD, Verdict.BAD)
+        ]
+    rows += [(node, *("-" for _ in _COLUMNS), "-", "no answer") for node in looked.silent]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    table = ["  ".join(f"{c:<{w}}" for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    if len(rows) == 1:
+        table = []
+    return "\n".join([*table, *lines, *_verdict(looked, struck)]) + "\n"
+
+
+#: What a look rests on, where nobody has answered.
+_NEEDED = (
+    "  On a cluster, does sinfo answer here? The nodes must be able to connect to this machine, "
+    "see --folder, and have this Python, with torch."
+)
+
+
+def _cells(report: NodeReport) -> list[str]:
+    cells = []
+    for column in _COLUMNS:
+        mine = [c.verdict for c in report.checks if _OF.get(c.name, "other") == column]
+        worst = max(mine, key=_ORDER.index, default=Verdict.SKIPPED)
+        fine = column == "gpu" and worst is Verdict.FINE
+        cells.append(_gpus(report.checks) if fine else _SIGN[worst])
+    return cells
+
+
+def _gpus(checks: tuple[Check, ...]) -> str:
+    text = next((check.text for check in checks if check.name == "gpu"), "")
+    return "none" if text.startswith("0 ") else text.partition(" ")[0] + " ok"
+
+
+def _verdict(looked: Looked, struck: tuple[str, ...]) -> list[str]:
+    measured, found = looked.measured, looked.isolated
+    if measured is None:
+        return [f"could not look: {t.clean(looked.problem, 1000)}", _NEEDED]
+    lines = []
+    if measured.bytes_per_s:
+        speed = f"{measured.bytes_per_s / 1e9:.2f} GB/s"
+        lines.append(f"together: {measured.hosts} nodes, all-reduce {speed} on the bus")
+    elif found is not None and found.rounds:
+        tried = f"{t.plural(found.rounds, 'round')}, {t.plural(found.groups, 'group')}"
+        lines.append(f"together: a collective failed; {tried} tried")
+    if looked.refused is not None:
+        refused = looked.refused
+        lines += [f"  {t.clean(each.text, 300)}" for each in refused.evidence]
+        names = t.nodes(refused.hosts)
+        lines.append(f"bad: {names}: {refused.cause.value} ({refused.confidence.value})")
+        if struck:
+            lines.append(f"struck: {t.nodes(struck)}.   trust again: slurm-forge nodes release …")
+    else:
+        shown = [text for text in measured.told if "collective" in text]
+        lines += [f"  {t.clean(text, 300)}" for text in shown]
+        lines.append(f"nothing speaks against a node ({t.span(looked.seconds)})")
+    return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    ok: bool | None
+    nodes: tuple[dict[str, Any], ...]
+    silent: tuple[str, ...]
+    bad: tuple[str, ...]
+    cause: str | None
+    confidence: str | None
+    evidence: tuple[str, ...]
+    links: tuple[tuple[str, str], ...]
+    rounds: int
+    groups: int
+    bytes_per_s: float | None
+    struck: tuple[str, ...]
+    seconds: float
+    problem: str
+
+
+def probe_json(looked: Looked, struck: tuple[str, ...] = ()) -> str:
+    """For programs: the keys stay as they are."""
+    refused, measured, found = looked.refused, looked.measured, looked.isolated
+    nodes = tuple(
+        {**asdict(report), "clock_ahead_s": round(looked.ahead.get(report.rank, 0.0), 3)}
+        for report in looked.reports
+    )
+    return to_json(
+        _Document(
+            ok=None if measured is None else measured.ok,
+            nodes=nodes,
+            silent=looked.silent,
+            bad=() if refused is None else refused.hosts,
+            cause=None if refused is None else refused.cause.value,
+            confidence=None if refused is None else refused.confidence.value,
+            evidence=() if refused is None else tuple(each.text for each in refused.evidence),
+            links=() if found is None else found.links,
+            rounds=0 if found is None else found.rounds,
+            groups=0 if found is None else found.groups,
+            bytes_per_s=None if measured is None else measured.bytes_per_s,
+            struck=struck,
+            seconds=round(looked.seconds, 3),
+            problem=looked.problem,
+        )
+    )

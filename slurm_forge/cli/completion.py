@@ -1,0 +1,57 @@
+"""What the shell offers at the tab key: runs, sites, causes.  Quick, and silent about trouble."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cause_names", "run_names", "setting_keys", "site_names"]
+
+#: Of more than these nobody chooses with the tab key.
+_MOST = 500
+
+
+def run_names(ctx: Any, incomplete: str) -> list[str]:
+    """Runs in the folder that ``--runs`` names, or in the usual one."""
+    from slurm_forge.cli.run_choice import (
+        run_names as names,
+    )
+    from slurm_forge.cli.run_choice import (
+        runs_folder,
+    )
+
+    found: list[str] = []
+    # A shell that waits for an answer has no use for a complaint.
+    with contextlib.suppress(Exception):
+        given = ctx.params.get("runs")
+        found = names(runs_folder(None if given is None else Path(given)))
+    return [name for name in found if name.startswith(incomplete)][:_MOST]
+
+
+def site_names(incomplete: str) -> list[str]:
+    """Sites of the package and of the user."""
+    from slurm_forge.cli.run_choice import (
+        site_places,
+    )
+
+    found: tuple[str, ...] = ()
+    with contextlib.suppress(Exception):
+        found = site_places().names()
+    return [name for name in found if name.startswith(incomplete)]
+
+
+def cause_names(incomplete: str) -> list[str]:
+    """Keys of ``recovery:``."""
+    from slurm_forge.vocabulary.cause import Cause
+
+    return [cause.value for cause in Cause if cause.value.startswith(incomplete)]
+
+
+def setting_keys(incomplete: str) -> list[str]:
+    """Keys of a job as ``--set`` takes them; what stands behind the ``=`` is left to the person."""
+    from slurm_forge.spec.layers import combined
+    from slurm_forge.spec.origins import job_values
+
+    keys = [f"{value.key}=" for value in job_values(combined((), None))]
+    return [key for key in keys if key.startswith(incomplete)][:_MOST]

@@ -1,0 +1,1 @@
+"""``status``, ``explain`` and ``watch``: verbs that only read, and how they read."""

@@ -1,0 +1,122 @@
+"""Telling what happens while it happens: lines, and a progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Protocol
+
+import typer
+
+from slurm_forge.cli.observe.run_reading import (
+    Gathering,
+)
+from slurm_forge.journal import Record
+from slurm_forge.journal import events as ev
+from slurm_forge.report.status.event_lines import (
+    happening,
+)
+from slurm_forge.report.text import number
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+__all__ = ["PlainScreen", "Screen", "Watcher", "screen_for"]
+
+#: Without a terminal, how often a line tells how far training is.
+_STEP_LINE_EVERY_S = 30.0
+
+
+class Screen(Protocol):
+    """Where a watcher writes."""
+
+    def line(self, text: str) -> None:
+        """Something happened."""
+
+    def step(self, step: int, total: int | None = None) -> None:
+        """Training is at this step, of so many where that is known."""
+
+
+class PlainScreen:
+    """Lines only, for files, pipes and logs; a step is told now and then."""
+
+    def __init__(
+        self,
+        echo: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._echo = echo
+        self._clock = clock
+        self._next = clock() + _STEP_LINE_EVERY_S
+
+    def line(self, text: str) -> None:
+        """Print it."""
+        self._echo(text)
+
+    def step(self, step: int, total: int | None = None) -> None:
+        """Print it if the last one is some time ago."""
+        if self._clock() >= self._next:
+            self._next = self._clock() + _STEP_LINE_EVERY_S
+            of = "" if total is None else f" of {number(total)}"
+            self._echo(f"step {number(step)}{of}")
+
+
+class _BarScreen:
+    """A bar at the bottom, lines above it."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def line(self, text: str) -> None:
+        from rich.text import Text
+
+        # As Text: markup in foreign words stays what it is.
+        self._progress.console.print(Text(text), soft_wrap=True)
+
+    def step(self, step: int, total: int | None = None) -> None:
+        self._progress.update(self._task, completed=step, total=total, refresh=True)
+
+
+@contextmanager
+def screen_for(stream: IO[str]) -> Iterator[Screen]:
+    """A bar on a terminal, plain lines anywhere else."""
+    if not stream.isatty():
+        yield PlainScreen(typer.echo)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # The ranks write to the same terminal on their own: their output is not ours to redirect.
+    with Progress(
+        *columns, console=Console(file=stream), redirect_stdout=False, redirect_stderr=False
+    ) as progress:
+        yield _BarScreen(progress, progress.add_task("step", total=None))
+
+
+class Watcher:
+    """Reads on and tells it to a screen."""
+
+    def __init__(self, gathering: Gathering, screen: Screen) -> None:
+        self._gathering = gathering
+        self._screen = screen
+
+    def look(self) -> None:
+        """Tell what is new since the last look."""
+        for record in self._gathering.look():
+            told = happening(record)
+            if told is not None:
+                self._screen.line(told)
+            step = _step_of(record)
+            if step is not None:
+                self._screen.step(step, self._gathering.total_steps)
+
+
+def _step_of(record: Record) -> int | None:
+    event = record.event
+    if isinstance(event, (ev.Resumed, ev.Progress, ev.CheckpointCommitted, ev.Finished)):
+        return event.step
+    return None

@@ -1,0 +1,97 @@
+"""Lines of ``status`` without a run: worked out once, and again only where a file has changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slurm_forge.cli.run_choice import (
+    state_folder,
+)
+from slurm_forge.report.status.run_listing import (
+    ListedRun,
+)
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.remembered import Remembered, signature
+
+__all__ = ["Lister"]
+
+#: Grows with what a line is worked out by.
+_VERSION = "2"
+#: Of ``RunStatus``, whose room is not entered for lines that are known.
+_RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
+
+
+class Lister:
+    """Makes the lines of the runs in ``folder``.
+
+    With ``words`` the sentence of a run that is not at rest is always worked out anew: it tells
+    how long ago something was.
+    """
+
+    def __init__(self, folder: Path, *, words: bool) -> None:
+        self._words = words
+        self._remembered = Remembered(state_folder() / "listing", folder, _VERSION)
+
+    def line(self, run: RunDirectory) -> ListedRun:
+        """The line of one run.  Raises what reading its files raises."""
+        signed = signature(run)
+        value = self._remembered.get(run, signed)
+        kept = None if value is None else _line(value, run)
+        if kept is not None and not (self._words and kept.status not in _RESTS):
+            return kept
+        line, newest = self._made(run)
+        # Whether a local run is still there is no matter of files.
+        if line.job[:1].isdigit() or not line.job or line.status in _RESTS:
+            self._remembered.put(run, signed, {**asdict(line), "newest": newest})
+        return line
+
+    def close(self) -> None:
+        """Keep them for the next time."""
+        self._remembered.save()
+
+    def _made(self, run: RunDirectory) -> tuple[ListedRun, float | None]:
+        from slurm_forge.cli.observe.run_reading import (
+            Gathering,
+        )
+        from slurm_forge.cli.observe.surroundings import (
+            surrounded,
+        )
+        from slurm_forge.report.status.run_listing import (
+            listed,
+        )
+        from slurm_forge.report.status.status import (
+            take_status,
+        )
+
+        gathering = Gathering(run, spec=False)
+        gathering.look()
+        facts = surrounded(gathering.facts(), run, resources=False)
+        newest = max((record.time for record in facts.records), default=None)
+        return listed(facts, take_status(facts)), newest
+
+
+def _line(value: dict[str, Any], run: RunDirectory) -> ListedRun | None:
+    """The line as it is now: only its age has changed."""
+    try:
+        newest = value["newest"]
+        return ListedRun(
+            run=run.name,
+            path=str(run.path),
+            status=str(value["status"]),
+            words=str(value["words"]),
+            job=str(value["job"]),
+            step=_number(value["step"]),
+            total_steps=_number(value["total_steps"]),
+            age_s=None if newest is None else max(0.0, time.time() - float(newest)),
+        )
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _number(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError("not a number of steps")

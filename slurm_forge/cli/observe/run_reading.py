@@ -1,0 +1,197 @@
+"""Reading a run directory into the value that reports are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurm_forge.cli.observe.journal_tail import (
+    JournalTail,
+)
+from slurm_forge.cli.run_choice import (
+    from_here,
+    reference,
+)
+from slurm_forge.errors import ForgeError
+from slurm_forge.journal import Damage, Record
+from slurm_forge.journal.events import Resumed
+from slurm_forge.journal.order import in_order
+from slurm_forge.report.purge import PurgeRule, counts_from
+from slurm_forge.report.status.report_facts import (
+    RunFacts,
+)
+from slurm_forge.run_directory import RunDirectory, list_claims
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.units import parse_duration, parse_memory
+
+__all__ = ["Gathering", "gather"]
+
+_LOG_ENDINGS = (".out", "_log.err")
+
+
+class Gathering:
+    """A run that is looked at again and again.
+
+    Without ``spec`` run.yaml is read only for what the journal does not say, the last step.
+    """
+
+    def __init__(
+        self, run: RunDirectory, *, clock: Callable[[], float] = time.time, spec: bool = True
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._tail = JournalTail(run)
+        self._records: list[Record] = []
+        self._damage: list[Damage] = []
+        self._spec = spec
+        self._total: int | None = None
+        self._memory: int | None = None
+        self._global_batch: int | None = None
+        self._resumed: list[Record] = []
+        self._purge: PurgeRule | None = None
+        self._problem = self._read_spec() if spec else None
+
+    @property
+    def total_steps(self) -> int | None:
+        """The last step: what the program said last, else the job's ``args.max_steps``."""
+        return self._total
+
+    def _read_spec(self) -> str | None:
+        """``job.args.max_steps`` and the purge rule; what is wrong with the file stops no report.
+
+        Only looked up, not checked: building the whole job would take longer than all the rest.
+        """
+        from slurm_forge.documents import read
+
+        try:
+            body: Any = read(self._run.spec_file, trusted=True).data
+            value = body
+            for key in ("job", "args", "max_steps"):
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                self._total = value
+            self._memory = _memory(body)
+            after = body.get("purge_after") if isinstance(body, dict) else None
+            if after is not None:
+                self._purge = PurgeRule(parse_duration(after), str(body.get("purge_basis") or ""))
+        except (ForgeError, OSError, ValueError) as error:
+            return f"run.yaml can't be read: {error}"
+        return None
+
+    def look(self) -> list[Record]:
+        """Read on; what is new, the earliest first."""
+        records, damage = self._tail.poll()
+        self._records += records
+        self._damage += damage
+        # By attempts: the clocks of their nodes differ.
+        resumed = in_order([*self._resumed, *(r for r in records if isinstance(r.event, Resumed))])
+        for record in resumed:
+            if isinstance(record.event, Resumed) and record.event.until is not None:
+                self._total = record.event.until
+                self._global_batch = record.event.global_batch or self._global_batch
+        self._resumed = resumed[-1:]
+        return sorted(records, key=lambda record: record.time)
+
+    def facts(self) -> RunFacts:
+        """Everything read so far."""
+        if self._total is None and not self._spec:
+            self._spec, self._problem = True, self._read_spec()
+        run = self._run
+        return RunFacts(
+            name=run.name,
+            path=str(run.path),
+            reference=reference(run),
+            now=self._clock(),
+            records=tuple(self._records),
+            damage=tuple(self._damage),
+            total_steps=self._total,
+            done=run.is_done(),
+            stop_asked=run.stop_file.exists(),
+            save_asked=run.save_file.exists(),
+            problems=() if self._problem is None else (self._problem,),
+            purge=self._purge,
+            oldest_file=_oldest_file(run, self._purge),
+            memory=self._memory,
+            global_batch=self._global_batch,
+            on_disk=_on_disk(run),
+            last_written=self._tail.last_written,
+            claimed=_claimed(run),
+            asked=self._tail.asked,
+        )
+
+
+def _memory(body: Any) -> int | None:
+    """What the job asks for per node, in bytes."""
+    for key in ("job", "resources", "mem"):
+        body = body.get(key) if isinstance(body, dict) else None
+    return parse_memory(body) if isinstance(body, (str, int)) else None
+
+
+def gather(run: RunDirectory, *, logs: bool = True) -> RunFacts:
+    """Read everything once; with ``logs`` also look where the output lies."""
+    gathering = Gathering(run)
+    gathering.look()
+    facts = gathering.facts()
+    return replace(facts, logs=_logs(run)) if logs else facts
+
+
+def _logs(run: RunDirectory) -> tuple[str, ...]:
+    """Files that hold output: in the run's own folder, or in that of a submitit executor."""
+    folders = [run.submissions]
+    if run.path.parent.name == "runs":
+        folders.append(run.path.parent.parent)  # <folder>/runs/<name>: AutoExecutor(folder)
+    return tuple(from_here(path) for folder in folders for path in _written(folder))
+
+
+def _written(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                Path(entry.path)
+                for entry in entries
+                if entry.name.endswith(_LOG_ENDINGS) and entry.stat().st_size
+            )
+    except OSError:
+        return []
+
+
+def _on_disk(run: RunDirectory) -> frozenset[CheckpointName] | None:
+    """The published checkpoints, by their names alone; None where the folder can't be listed.
+
+    To be listed after the journal was read: what that tells of has been published by then.
+    """
+    found = set()
+    try:
+        entries = os.listdir(run.checkpoints)  # noqa: PTH208  (a Path per entry is not needed)
+    except FileNotFoundError:
+        return frozenset()
+    except OSError:
+        return None
+    for entry in entries:
+        with contextlib.suppress(ValueError):
+            found.add(CheckpointName.parse(entry))
+    return frozenset(found)
+
+
+def _claimed(run: RunDirectory) -> float | None:
+    """When the newest attempt was claimed, by the clock of its file."""
+    with contextlib.suppress(OSError, ValueError):
+        return (run.attempts / f"{max(list_claims(run))}.json").stat().st_mtime
+    return None
+
+
+def _oldest_file(run: RunDirectory, rule: PurgeRule | None) -> float | None:
+    """Of run.yaml and one file of each checkpoint; the others are as old."""
+    if rule is None:
+        return None
+    found = []
+    for path in (run.spec_file, *run.checkpoints.glob("step-*/manifest.json")):
+        with contextlib.suppress(OSError):
+            seen = path.stat()
+            found.append(counts_from(rule.basis, read=seen.st_atime, written=seen.st_mtime))
+    return min(found, default=None)

@@ -1,0 +1,244 @@
+"""``status`` and ``explain``: verbs that only read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slurm_forge.cli.completion import (
+    run_names,
+)
+
+if TYPE_CHECKING:
+    from slurm_forge.report.status.report_facts import (
+        RunFacts,
+    )
+    from slurm_forge.run_directory import RunDirectory
+
+__all__ = ["explain", "status"]
+
+_LOOK_EVERY_S = 1.0
+_FIGURES_EVERY_S = 30.0
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, or the path of its folder.",
+        autocompletion=run_names,
+    ),
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Name of a run, or the path of its folder; without it, all runs.",
+            autocompletion=run_names,
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Stay, and tell what happens.")
+    ] = False,
+    json: Json = False,
+    runs: Runs = None,
+) -> None:
+    """Where a run stands: one screen, and what to do next.
+
+    Without RUN, a line for every run in the folder of runs.
+
+    \b
+    Examples:
+      slurm-forge status
+      slurm-forge status tiny-gpt --follow
+      slurm-forge status tiny-gpt --json
+    """
+    from slurm_forge.cli.run_choice import (
+        find_run,
+    )
+
+    if run is None:
+        if follow:
+            raise typer.BadParameter("--follow needs the name of a run")
+        _list(runs, as_json=json)
+        return
+    found = find_run(run, runs)
+    if follow and json:
+        raise typer.BadParameter("--follow is for people; ask for --json again and again instead")
+    if follow:
+        _follow(found)
+        return
+    from slurm_forge.cli.observe.run_reading import (
+        gather,
+    )
+    from slurm_forge.cli.observe.surroundings import (
+        surrounded,
+        with_queue,
+    )
+    from slurm_forge.report.encoding import to_json
+    from slurm_forge.report.status.status import (
+        take_status,
+    )
+    from slurm_forge.report.status.status_text import (
+        status_text,
+    )
+
+    facts = with_queue(lambda: surrounded(gather(found, logs=False), found, resources=False))
+    taken = take_status(facts)
+    typer.echo(to_json(taken) if json else status_text(taken), nl=json)
+
+
+def explain(
+    run: RunName,
+    attempt: Annotated[
+        int | None, typer.Option(min=1, help="Tell this attempt in full.", metavar="N")
+    ] = None,
+    json: Json = False,
+    runs: Runs = None,
+) -> None:
+    """What happened, why, what was changed, what it cost.
+
+    \b
+    Examples:
+      slurm-forge explain tiny-gpt
+      slurm-forge explain tiny-gpt --attempt 2
+      slurm-forge explain tiny-gpt --json
+    """
+    from slurm_forge.cli.observe.run_reading import (
+        gather,
+    )
+    from slurm_forge.cli.observe.surroundings import (
+        surrounded,
+        with_queue,
+    )
+    from slurm_forge.cli.run_choice import (
+        find_run,
+    )
+    from slurm_forge.errors import RunDirectoryError
+    from slurm_forge.report.encoding import to_json
+    from slurm_forge.report.explain.explain import (
+        explain as told_by,
+    )
+    from slurm_forge.report.explain.explain import (
+        only_attempt,
+    )
+    from slurm_forge.report.explain.explain_text import (
+        explain_text,
+    )
+
+    found = find_run(run, runs)
+    facts = with_queue(lambda: surrounded(gather(found), found))
+    story = told_by(facts)
+    chosen = story if attempt is None else only_attempt(story, attempt)
+    if chosen is None:
+        known = ", ".join(str(one.number) for one in story.attempts)
+        raise RunDirectoryError(
+            f"{facts.name} has no attempt {attempt}",
+            next_step=f"Its attempts: {known}." if known else "It has not been started yet.",
+        )
+    if json:
+        typer.echo(to_json(chosen))
+        return
+    text = explain_text(story, now=facts.now, reference=facts.reference, attempt=attempt)
+    typer.echo(text, nl=False)
+
+
+def _list(runs: Path | None, *, as_json: bool) -> None:
+    """A line for every run, whatever is wrong with one of them."""
+    from slurm_forge.cli.observe.run_list import (
+        Lister,
+    )
+    from slurm_forge.cli.run_choice import (
+        from_here,
+        run_names,
+        runs_folder,
+        runs_of_submitit,
+    )
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.report.encoding import to_json
+    from slurm_forge.report.status.run_listing import (
+        listing,
+        listing_text,
+        unreadable,
+    )
+    from slurm_forge.run_directory import RunDirectory
+
+    folder = runs_folder(runs)
+    lines = []
+    lister = Lister(folder.absolute(), words=as_json)
+    for name in run_names(folder):
+        found = RunDirectory.at(folder / name)
+        try:
+            lines.append(lister.line(found))
+        except (ForgeError, OSError) as error:
+            lines.append(unreadable(name, str(found.path), str(error)))
+    lister.close()
+    others = [] if runs is not None else [from_here(path) for path in runs_of_submitit()]
+    told = listing(str(folder.absolute()), lines, elsewhere=others)
+    typer.echo(to_json(told) if as_json else listing_text(told), nl=as_json)
+
+
+def _follow(run: RunDirectory) -> None:
+    """Status once, then a line for everything that happens, until the run is at rest."""
+    from slurm_forge.cli.observe.follow import (
+        Watcher,
+        screen_for,
+    )
+    from slurm_forge.cli.observe.run_reading import (
+        Gathering,
+    )
+    from slurm_forge.cli.observe.surroundings import (
+        surrounded,
+        with_queue,
+    )
+    from slurm_forge.report.explain.explain import (
+        AT_REST,
+    )
+    from slurm_forge.report.status.status import (
+        take_status,
+    )
+    from slurm_forge.report.status.status_text import (
+        figures,
+        status_text,
+    )
+    from slurm_forge.report.text import clock
+
+    at_rest = {status.value for status in AT_REST}
+    gathering = Gathering(run)
+
+    def read() -> RunFacts:
+        gathering.look()
+        return surrounded(gathering.facts(), run, resources=False)
+
+    # Asked once: what changes is told by the journal, and Slurm has better to do.
+    facts = with_queue(read)
+    taken = take_status(facts)
+    typer.echo(status_text(taken), nl=False)
+    if taken.status in at_rest:
+        return
+    try:
+        with screen_for(sys.stdout) as screen:
+            watcher = Watcher(gathering, screen)
+            told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
+            while taken.status not in at_rest:
+                time.sleep(_LOOK_EVERY_S)
+                watcher.look()
+                facts = surrounded(gathering.facts(), run, resources=False)
+                taken = take_status(facts)
+                if taken.logged != told and time.monotonic() >= tell_from:
+                    told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
+                    screen.line(f"{clock(time.time())}  {figures(told)}")
+    except KeyboardInterrupt:
+        return  # the person has seen enough; the run does not notice
+    typer.echo(status_text(taken), nl=False)

@@ -1,0 +1,145 @@
+"""From a job file to a run directory that can be started: checked first, made last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.documents import Document, KeyPath, Place
+from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.render.batch_script import (
+    asked_options,
+)
+from slurm_forge.launch.render.gpu_options import (
+    asked_of,
+)
+from slurm_forge.launch.render.setup_lines import (
+    refuse_traps,
+)
+from slurm_forge.launch.submit.entry_check import (
+    check_entry,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    job_script,
+    keep_successor,
+    untouched,
+)
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.site.rules import Severity, findings
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.config_files import layered_job
+from slurm_forge.spec.layers import Said
+from slurm_forge.spec.resources import key_of_option
+from slurm_forge.spec.run_file import RunFile
+
+__all__ = ["Checked", "check", "keep_script", "make", "place_of", "refuse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A job that nothing was found wrong with; ``doubts`` are sentences for the user."""
+
+    job: JobSpec
+    path: Path
+    doubts: tuple[str, ...]
+    #: What was written, and where: in the job file, the settings below it and the options above.
+    document: Document
+    #: Which site and which folder of runs the settings name.
+    site: Said | None = None
+    runs: Said | None = None
+
+
+def check(path: Path, settings: Sequence[str] = ()) -> Checked:
+    """Read a job file and look at everything that can be seen without starting it.
+
+    It lies over the project's and the user's settings, and under ``settings`` (``--set``).
+    """
+    found = layered_job(path, Knobs.from_environ(process_environ()), settings)
+    job = found.job
+    doubts: tuple[str, ...] = ()
+    if job.entry is not None:
+        doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
+    return Checked(
+        job=job,
+        path=path,
+        doubts=doubts,
+        document=found.document,
+        site=found.site,
+        runs=found.runs,
+    )
+
+
+def make(
+    checked: Checked, *, runs: Path, site: Site, site_file: str | None = None
+) -> tuple[RunDirectory, RunFile]:
+    """Make the run, or renew one that was made and never started (a refused submission)."""
+    run = RunDirectory.at(runs / checked.job.name)
+    # What is refused is refused before anything is made.
+    refuse(checked, site, run)
+    refuse_traps(site.setup, f"the setup of the site {site.name}")
+    refuse_traps(checked.job.setup, "setup")
+    if run.spec_file.is_file() and not untouched(run):
+        raise RunDirectoryError(
+            f"a run already lives in {run.path}",
+            next_step=f"Choose another name in {checked.path}, or go on with it: "
+            f"slurm-forge requeue {run.name}",
+        )
+    return create_run(
+        checked.job, runs=runs, site=site, submitted_from=Path.cwd(), site_file=site_file
+    )
+
+
+def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:
+    """``ConfigError`` for what the site's rules refuse of a job, with the lines of its file."""
+    lines = asked_options(checked.job, site, run)
+    found = findings(asked_of(checked.job, site, lines), site)
+    errors = [each for each in found if each.severity is Severity.ERROR]
+    if not errors:
+        return
+    places = [_place(checked, each.option) for each in errors]
+    more = [
+        str(ConfigError(each.message, path=place.source, line=place.line))
+        for each, place in zip(errors[1:], places[1:], strict=True)
+    ]
+    raise ConfigError(
+        "\n".join([errors[0].message, *more]),
+        path=places[0].source,
+        line=places[0].line,
+        next_step=errors[0].advice,
+    )
+
+
+def place_of(checked: Checked) -> Callable[[str], str]:
+    """Gives the ``FILE:LINE`` that asks for an sbatch option; empty where none does."""
+
+    def place(option: str) -> str:
+        key = _key_there(checked, option)
+        return "" if key is None else str(checked.document.place_of(key))
+
+    return place
+
+
+def _place(checked: Checked, option: str | None) -> Place:
+    """Where the key is; of a key that is missing, where the section is that it belongs to."""
+    key = None if option is None else _key_there(checked, option) or key_of_option(option)
+    return Place(str(checked.path)) if key is None else checked.document.place_of(key)
+
+
+def _key_there(checked: Checked, option: str) -> KeyPath | None:
+    gpus = ("gpus-per-node", "gpus-per-task", "gpus", "gres")
+    for each in gpus if option in gpus else (option,):
+        key = key_of_option(each)
+        if checked.document.written_at(key) is not None:
+            return key
+    return None
+
+
+def keep_script(run: RunDirectory, text: str) -> Path:
+    """Write the batch script where a successor job is submitted from."""
+    keep_successor(run, text)
+    return job_script(run)

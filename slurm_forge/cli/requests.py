@@ -1,0 +1,269 @@
+"""``requeue``, ``reconcile``, ``stop``, ``save``: a person asks something of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slurm_forge.cli.completion import (
+    run_names,
+    site_names,
+)
+
+if TYPE_CHECKING:
+    from slurm_forge.launch.requeue.reconcile import (
+        Brought,
+    )
+    from slurm_forge.run_directory import RunDirectory
+
+__all__ = ["reconcile", "requeue", "save", "stop"]
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, the path of its folder, or the id of one of its jobs.",
+        autocompletion=run_names,
+    ),
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What ``requeue`` and ``reconcile`` print with ``--json``.
+
+    ``job`` is where the run goes on; ``changed`` says whether Slurm was asked for anything.
+    """
+
+    run: str
+    path: str
+    job: str
+    text: str
+    changed: bool
+
+
+def requeue(
+    run: RunName,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            "--site",
+            metavar="NAME|FILE",
+            help="Site; without it, the one it was submitted with.",
+            autocompletion=site_names,
+        ),
+    ] = None,
+    runs: Runs = None,
+    mem: Annotated[
+        str | None, typer.Option("--mem", metavar="SIZE", help="Memory per node from now on: 64G.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", metavar="TIME", help="Time limit from now on: 2-00:00:00, 12h."),
+    ] = None,
+    exclude: Annotated[
+        str | None,
+        typer.Option("--exclude", metavar="NODES", help="Nodes to leave out as well: n[1-3]."),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option("--partition", metavar="NAME", help="Partition from now on."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Let a held, stopped or cancelled run go on.
+
+    A run that is alive stays as it is.  --mem, --time, --exclude and --partition are what it
+    asks of Slurm from now on: they are kept in its run.yaml, and given to a job that waits.
+    A run that trains has to be stopped first.
+
+    \b
+    Examples:
+      slurm-forge requeue tiny-gpt
+      slurm-forge requeue tiny-gpt --mem 64G --exclude n3
+      slurm-forge requeue 8812301 --time 2-00:00:00 --partition long
+    """
+    from slurm_forge.cli.cluster.excluded_nodes_text import (
+        left_out_now,
+    )
+    from slurm_forge.cli.run_choice import (
+        reference,
+        site_places,
+    )
+    from slurm_forge.cli.run_of_job import meant
+    from slurm_forge.errors import RunDirectoryError
+    from slurm_forge.launch.requeue.job_update import (
+        Asked,
+        changed,
+    )
+    from slurm_forge.launch.requeue.reconcile import (
+        bring_back,
+    )
+    from slurm_forge.launch.submit.submission import (
+        run_state,
+    )
+    from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.spec.run_file import read_run_file
+
+    found = meant(run, runs)
+    asked = Asked(mem=mem, time=time, exclude=exclude, partition=partition)
+    file = read_run_file(found.spec_file)
+    job = run_state(found).job
+    if job and not job[0].isdigit() and not found.is_done():
+        raise RunDirectoryError(
+            f"{found.name} was started on this machine, not by Slurm ({job})",
+            next_step="Go on with it here: slurm-forge run and its job file.",
+        )
+    chosen = site_places().load(site or file.site_file or file.site).site
+    slurm = SubprocessSlurm.of_this_process()
+    out = left_out_now(slurm, changed(file.job, asked), chosen)
+    brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude, asked=asked)
+    if brought.submitted:
+        for said in out.notes:
+            typer.echo(said, err=True)
+    follow = f".   follow: slurm-forge status {reference(found)}"
+    _answer(found, brought, follow, as_json=json)
+
+
+def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
+    """Carry out a requeue that Slurm did not answer.
+
+    \b
+    Examples:
+      slurm-forge reconcile tiny-gpt
+      slurm-forge reconcile 8812301 --json
+    """
+    from slurm_forge.cli.run_of_job import meant
+    from slurm_forge.launch.requeue.reconcile import (
+        reconcile as carry_out,
+    )
+    from slurm_forge.slurm.client import SubprocessSlurm
+
+    found = meant(run, runs)
+    brought = carry_out(found, SubprocessSlurm.of_this_process())
+    _answer(found, brought, ".", as_json=json)
+
+
+def _answer(found: RunDirectory, brought: Brought, more: str, *, as_json: bool) -> None:
+    """What was done, in words or as one JSON document."""
+    if not as_json:
+        typer.echo(f"{found.name}: {brought.text}{more}")
+        return
+    from slurm_forge.report.encoding import to_json
+
+    typer.echo(
+        to_json(
+            Answer(
+                run=found.name,
+                path=str(found.path),
+                job=brought.job,
+                text=brought.text,
+                changed=brought.changed,
+            )
+        )
+    )
+
+
+def stop(run: RunName, runs: Runs = None) -> None:
+    """Ask a run to save, stop, and stay away.
+
+    It goes on when somebody requeues it.  The job of a run that waits stays in the queue: when its
+    turn comes it ends at once, without training.
+
+    \b
+    Examples:
+      slurm-forge stop tiny-gpt
+      slurm-forge stop 8812301
+    """
+    from slurm_forge.cli.run_choice import (
+        reference,
+    )
+    from slurm_forge.cli.run_of_job import meant
+
+    found = meant(run, runs)
+    if found.is_done():
+        typer.echo(f"{found.name} is finished already; nothing was asked.")
+        return
+    found.stop_file.touch(mode=0o600)
+    _note(found, "stop")
+    waits = _job_in_queue(found)
+    asked = "asked to save and stop"
+    if waits:
+        asked = (
+            f"asked to stop; job {waits} waits in the queue: when its turn comes (once it is "
+            "released, if it is held) it ends at once, without training; "
+            f"to free the queue now: scancel {waits}"
+        )
+    typer.echo(f"{found.name}: {asked}.   go on later: slurm-forge requeue {reference(found)}")
+
+
+def _job_in_queue(found: RunDirectory) -> str:
+    """The run's job while it waits to be started, by Slurm or else by the journal; else empty."""
+    from slurm_forge.cli.observe.surroundings import (
+        ask_slurm,
+    )
+    from slurm_forge.journal import RunStatus, fold, read_journal
+    from slurm_forge.report.story.queue_reason import (
+        job_to_ask_about,
+    )
+    from slurm_forge.slurm.states import PENDING_LIKE
+
+    records, _ = read_journal(found)
+    job = job_to_ask_about(records)
+    if job is None:
+        return ""
+    answer = ask_slurm(job)
+    if answer is None or not answer.answered:
+        waits = fold(records).status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
+    else:
+        waits = answer.record is not None and answer.record.state in PENDING_LIKE
+    return job if waits else ""
+
+
+def save(run: RunName, runs: Runs = None) -> None:
+    """Ask a run for a checkpoint now; it goes on.
+
+    \b
+    Examples:
+      slurm-forge save tiny-gpt
+      slurm-forge save tiny-gpt --runs /scratch/me/runs
+    """
+    from slurm_forge.cli.run_choice import (
+        reference,
+    )
+    from slurm_forge.cli.run_of_job import meant
+
+    found = meant(run, runs)
+    if found.is_done():
+        typer.echo(f"{found.name} is finished already; nothing was asked.")
+        return
+    found.save_file.touch(mode=0o600)
+    _note(found, "save")
+    typer.echo(
+        f"{found.name}: asked to save at its next step, or right after its next start.   "
+        f"see: slurm-forge status {reference(found)}"
+    )
+
+
+def _note(found: RunDirectory, verb: str) -> None:
+    """Say who asked; the request itself is the file, which a colleague can touch too."""
+    import contextlib
+
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.journal.events import UserAsked
+    from slurm_forge.launch.submit.submission import (
+        note,
+    )
+    from slurm_forge.person import person
+
+    with contextlib.suppress(OSError, ForgeError):
+        note(found, UserAsked(verb=verb, user=person()))

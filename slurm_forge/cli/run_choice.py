@@ -1,0 +1,161 @@
+"""Which run, which folder of runs, which site a person means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurm_forge.errors import ForgeError, RunDirectoryError
+from slurm_forge.knobs import Knobs
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.environment import process_environ
+
+if TYPE_CHECKING:
+    from slurm_forge.node_ledger import NodeLedger
+    from slurm_forge.site.loading import SitePlaces
+    from slurm_forge.site.model import Site
+    from slurm_forge.spec.layers import Said
+
+__all__ = [
+    "find_run",
+    "from_here",
+    "node_ledger",
+    "reference",
+    "run_names",
+    "runs_chosen",
+    "runs_folder",
+    "runs_of_submitit",
+    "site_places",
+    "state_folder",
+]
+
+_DEFAULT = Path("runs")
+
+
+def runs_folder(given: Path | None, said: Said | None = None, *, begun: bool = False) -> Path:
+    """``--runs``, else SLURM_FORGE_RUNS, else ``runs:`` of the settings, else ``./runs``.
+
+    ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
+    not from a job that may have ``begun`` its run.
+    """
+    return runs_chosen(given, said, begun=begun)[0]
+
+
+def runs_chosen(
+    given: Path | None, said: Said | None = None, *, begun: bool = False
+) -> tuple[Path, str]:
+    """As ``runs_folder``, and what names it."""
+    if given is not None:
+        return given.expanduser(), "--runs"
+    knobs = Knobs.from_environ(process_environ())
+    if knobs.runs is not None:
+        return Path(knobs.runs).expanduser(), "SLURM_FORGE_RUNS"
+    if said is None and not begun and os.path.lexists(knobs.settings_file):
+        from slurm_forge.spec.config_files import user_said
+
+        said = user_said(knobs, "runs")
+    return (_DEFAULT, "default") if said is None else (Path(said.value), str(said.place))
+
+
+def find_run(wanted: str, runs: Path | None) -> RunDirectory:
+    """The run of that name in the folder of runs, or at that path.
+
+    Else the one of that name that was made by submitit's ``AutoExecutor`` in a folder here.
+    """
+    if "/" in wanted or wanted in (".", ".."):
+        return RunDirectory.existing(wanted)
+    folder = runs_folder(runs)
+    try:
+        return RunDirectory.existing(folder / wanted)
+    except RunDirectoryError:
+        for here in (Path(wanted), *([] if runs is not None else [_DEFAULT / wanted])):
+            if (here / "run.yaml").is_file():
+                return RunDirectory.existing(here)
+        found = [] if runs is not None else _made_by_submitit(wanted)
+        if len(found) == 1:
+            return RunDirectory.existing(found[0])
+        raise _no_such_run(wanted, folder) from None
+
+
+def reference(run: RunDirectory) -> str:
+    """What to type to mean this run from the current folder: its name where that is enough."""
+    try:
+        usual = RunDirectory.at(runs_folder(None) / run.name).path
+    except ForgeError:
+        usual = None  # settings that can't be read: whoever types a name will be told
+    return run.name if usual == run.path else _shortest(run.path)
+
+
+def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
+    """Where site files are looked for; what ``said`` and ``begun`` are, ``launch.sites`` says."""
+    from slurm_forge.launch.render.site_choice import (
+        site_places as places,
+    )
+
+    return places(said, begun=begun)
+
+
+def node_ledger(site: Site, cluster: str | None) -> NodeLedger:
+    """The node ledger: SLURM_FORGE_NODES, else the site's, else one of the user's own."""
+    from slurm_forge.launch.nodes.excluded_nodes import (
+        open_ledger,
+    )
+
+    knobs = Knobs.from_environ(process_environ())
+    return open_ledger(knobs, cluster=cluster, of_site=site.node_ledger)
+
+
+def state_folder() -> Path:
+    """Where we keep what we remember for this user."""
+    return Knobs.from_environ(process_environ()).state_folder
+
+
+def from_here(path: Path) -> str:
+    """A path relative to the current folder where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def run_names(folder: Path) -> list[str]:
+    """Names of the runs in a folder."""
+    try:
+        return sorted(p.name for p in folder.iterdir() if (p / "run.yaml").is_file())
+    except OSError:
+        return []
+
+
+def runs_of_submitit() -> list[Path]:
+    """Folders of runs that submitit's executors have made in folders here: ``<folder>/runs``."""
+    return sorted(path for path in Path().glob("*/runs") if run_names(path))
+
+
+def _made_by_submitit(name: str) -> list[Path]:
+    return [folder / name for folder in runs_of_submitit() if name in run_names(folder)]
+
+
+def _shortest(path: Path) -> str:
+    here = Path.cwd()
+    return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)
+
+
+def _no_such_run(wanted: str, folder: Path) -> RunDirectoryError:
+    known = run_names(folder)
+    if not known:
+        return RunDirectoryError(
+            f"there is no run {wanted!r}: {folder.absolute()} holds none",
+            next_step="Give the path of the run, or say where runs are: --runs DIR or "
+            f"SLURM_FORGE_RUNS. {_SUBMITIT}",
+        )
+    import difflib
+
+    close = difflib.get_close_matches(wanted, known, n=1)
+    meant = f' (did you mean "{close[0]}"?)' if close else ""
+    shown = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
+    return RunDirectoryError(
+        f"there is no run {wanted!r} in {folder.absolute()}{meant}",
+        next_step=f"Runs there: {shown}. {_SUBMITIT}",
+    )
+
+
+_SUBMITIT = 'Runs of submitit\'s AutoExecutor(FOLDER, cluster="forge") lie in FOLDER/runs.'

@@ -1,0 +1,3 @@
+"""Verbs that begin a run: ``init``, ``config``, ``render``, ``submit``, ``run``, ``exec``,
+``policy``.
+"""

@@ -1,0 +1,344 @@
+"""The first files of a new run: a commented job file, and a program that runs.  Pure.
+
+The programs themselves are ``slurm_forge/starters/``: ordinary files, checked and tested as such,
+which are copied as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from slurm_forge.documents import nearest
+from slurm_forge.documents.scalars import is_plain_text
+from slurm_forge.errors import ConfigError
+from slurm_forge.slurm.text.directives import (
+    as_directive,
+)
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.launchers import Template
+from slurm_forge.spec.loading import from_yaml, job_from_mapping, to_mapping
+
+__all__ = ["FirstFiles", "NewFile", "Way", "Wishes", "first_files", "name_from"]
+
+JOB_FILE = "train.yaml"
+_PROGRAM = "train.py"
+#: Where a try on this machine leaves its run, so that the name is free on the cluster.
+TRIED = "tried"
+_ABOUT = 240
+_STARTERS = Path(__file__).resolve().parents[2] / "starters"
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+
+
+class Way(str, Enum):
+    """How a run is started: the tutorials of docs/tutorials, one each."""
+
+    #: A job file and a function: slurm-forge submit.
+    JOB = "job"
+    #: A script that submits the function with submitit.
+    SUBMITIT = "submitit"
+    #: A command that knows nothing of us, as the last line of an sbatch script.
+    EXEC = "exec"
+    #: A script that srun or torchrun starts, and that makes itself a run.
+    ATTACH = "attach"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a person wants: as typed, not checked.  Without entry and command a program is made."""
+
+    name: str
+    way: Way = Way.JOB
+    entry: str | None = None
+    command: str | None = None
+    site: str | None = None
+    template: str | None = None
+    nodes: int | None = None
+    tasks_per_node: int | None = None
+    gpus_per_node: str | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """One file, relative to the folder."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstFiles:
+    """What is to be written, and what to type then: ``here`` without Slurm, ``there`` with it."""
+
+    files: tuple[NewFile, ...]
+    here: str
+    there: str
+
+
+def name_from(folder: Path) -> str:
+    """A name for a run, from the folder that its files are in."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.absolute().name).strip("-._")[:64]
+    return name or "my-run"
+
+
+def first_files(wishes: Wishes, *, templates: Sequence[str]) -> FirstFiles:
+    """The files for what is wished for; ``templates`` are the sbatch templates that there are.
+
+    ``ConfigError`` names the option that can't be.
+    """
+    _check(wishes, templates)
+    job = _job(wishes)
+    here, there = _commands(wishes, job)
+    given = to_mapping(job)
+    own = wishes.way is Way.EXEC
+    made = wishes.entry is None and wishes.command is None
+    text = _rendered(
+        "job.yaml.j2",
+        {
+            "name": job.name,
+            "entry": job.entry,
+            "command": job.command,
+            "resources": given["resources"],
+            "template": given.get("template") if wishes.template else None,
+            "chain": job.chain,
+            "made": made,
+            "own": own,
+            "global_batch": _global_batch(job),
+            "file": JOB_FILE,
+            "here": here,
+            "there": there,
+        },
+    )
+    # What would be refused tomorrow is not written today.
+    from_yaml(text, JOB_FILE)
+    files = [NewFile(JOB_FILE, text)]
+    if made:
+        files.append(NewFile(_PROGRAM, _starter(wishes.way, job)))
+    if wishes.way is Way.SUBMITIT:
+        values = {
+            "name": job.name,
+            "parameters": _parameters(given["resources"], job),
+            "global_batch": _global_batch(job),
+        }
+        files.append(NewFile("submit.py", _rendered("submit.py.j2", values)))
+    elif wishes.way is not Way.JOB:
+        values = {"options": _directives(job), "file": JOB_FILE}
+        files.append(NewFile("job.sbatch", _rendered("job.sbatch.j2", values)))
+    return FirstFiles(files=tuple(files), here=here, there=there)
+
+
+def _check(wishes: Wishes, templates: Sequence[str]) -> None:
+    if wishes.entry is not None and wishes.command is not None:
+        raise ConfigError(
+            "--entry and --command: a job runs one of the two",
+            next_step="--entry is a function of yours that gets the run, --command a program.",
+        )
+    takes_command = wishes.way in (Way.EXEC, Way.ATTACH)
+    if wishes.entry is not None and takes_command:
+        raise ConfigError(
+            f"--entry: slurm-forge starts a command with --way {wishes.way.value}",
+            next_step="Give --command, or leave --way out: a function is what --way job is for.",
+        )
+    if wishes.command is not None and not takes_command:
+        raise ConfigError(
+            f"--command: --way {wishes.way.value} calls a function",
+            next_step="Give --entry package.module:train, or --way exec for a command.",
+        )
+    if wishes.way is Way.SUBMITIT and wishes.entry is not None:
+        raise ConfigError(
+            "--entry: submit.py imports the function train of train.py",
+            next_step="Leave --entry out and change the import in submit.py.",
+        )
+    if wishes.site is not None and not (wishes.site and wishes.site.isprintable()):
+        raise ConfigError("--site: not the name of a site", next_step="slurm-forge init --help")
+    if wishes.template is not None:
+        _check_template(wishes.template, templates)
+
+
+def _check_template(wanted: str, templates: Sequence[str]) -> None:
+    known = ", ".join(templates)
+    if wanted not in templates:
+        close = nearest(wanted, templates)
+        raise ConfigError(
+            f"--template: there is no template {wanted[:40]!r}"
+            + (f' (did you mean "{close}"?)' if close else ""),
+            next_step=f"There are: {known}.",
+        )
+
+
+#: Options of ``init`` that are keys of ``resources:``.
+RESOURCES = (
+    "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "time", "partition",
+    "account",
+)  # fmt: skip
+
+
+#: Attempts of an array, where nobody has said how many.
+_CHAIN = 10
+
+
+def _job(wishes: Wishes) -> JobSpec:
+    resources = {key: getattr(wishes, key) for key in RESOURCES}
+    if resources["gpus_per_node"] == "0":
+        resources["gpus_per_node"] = None
+    if wishes.mem is not None and wishes.mem.isascii() and wishes.mem.isdigit():
+        resources["mem"] = int(wishes.mem[:18])
+    data: dict[str, Any] = {
+        "name": wishes.name,
+        "resources": {key: value for key, value in resources.items() if value is not None},
+    }
+    if wishes.way in (Way.EXEC, Way.ATTACH):
+        data["command"] = _words(wishes.command)
+    else:
+        data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
+    if wishes.template is not None:
+        data["template"] = wishes.template
+        data["chain"] = _CHAIN if wishes.template == Template.ARRAY.value else None
+    try:
+        job = job_from_mapping(data)
+    except ConfigError as error:
+        raise ConfigError(_as_options(error.message), next_step=_HELP) from None
+    gpus = job.resources.gpus_per_node
+    if wishes.tasks_per_node is None and gpus is not None:
+        # One rank per GPU, unless somebody says otherwise.
+        tasks = job.resources.model_copy(update={"tasks_per_node": max(1, gpus.count)})
+        return job.model_copy(update={"resources": tasks})
+    return job
+
+
+_HELP = "Correct the option; slurm-forge init --help has examples."
+
+
+def _as_options(message: str) -> str:
+    """Keys as they are written on the command line: ``--time: …``."""
+    return re.sub(
+        r"^(?:resources\.)?([a-z_]+)(?:\[\d+\])?: ",
+        lambda found: f"--{found[1].replace('_', '-')}: ",
+        message,
+        flags=re.MULTILINE,
+    )
+
+
+def _words(command: str | None) -> list[str]:
+    if command is None:
+        return ["srun", "python", _PROGRAM]
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(
+            f"--command: can't be split into words: {str(error).lower()}", next_step=_HELP
+        ) from None
+    if not words:
+        raise ConfigError("--command: is empty", next_step=_HELP)
+    return words
+
+
+def _commands(wishes: Wishes, job: JobSpec) -> tuple[str, str]:
+    """What to type here and there, from the folder of the files."""
+    site = "" if wishes.site is None else f" --site {shlex.quote(wishes.site)}"
+    knob = "" if wishes.site is None else f"SLURM_FORGE_SITE={shlex.quote(wishes.site)} "
+    if job.command is None:
+        here = f"slurm-forge run {JOB_FILE} --runs {TRIED}"
+        there = (
+            f"{knob}python submit.py"
+            if wishes.way is Way.SUBMITIT
+            else f"slurm-forge submit {JOB_FILE}{site}"
+        )
+        return here, there
+    here = f"slurm-forge exec --job {JOB_FILE} --runs {TRIED}"
+    if job.command[0] == "srun":  # which is not there without Slurm
+        here += f" -- {shlex.join(_without_srun(job.command))}"
+    return here, f"{knob}sbatch job.sbatch"
+
+
+def _without_srun(command: Sequence[str]) -> list[str]:
+    """The program with its own options: srun's stand in front of it (``-n 4``, ``--nodes=2``)."""
+    alone = list(
+        itertools.dropwhile(lambda word: word.startswith("-") or word.isdecimal(), command[1:])
+    )
+    return alone or ["python", _PROGRAM]
+
+
+def _starter(way: Way, job: JobSpec) -> str:
+    names = {Way.EXEC: "own.py", Way.ATTACH: "attached.py"}
+    text = (_STARTERS / names.get(way, "entry.py")).read_text(encoding="utf-8")
+    return text.replace("GLOBAL_BATCH = 240", f"GLOBAL_BATCH = {_global_batch(job)}")
+
+
+def _global_batch(job: JobSpec) -> int:
+    """About 240 samples, and the same number for every rank."""
+    ranks = job.resources.tasks
+    return ranks * max(1, round(_ABOUT / ranks))
+
+
+def _parameters(resources: Mapping[str, Any], job: JobSpec) -> dict[str, object]:
+    """What submitit calls them."""
+    limit = job.resources.time
+    named: dict[str, object | None] = {
+        "nodes": resources["nodes"],
+        "tasks_per_node": resources["tasks_per_node"],
+        "cpus_per_task": resources["cpus_per_task"],
+        "slurm_gpus_per_node": resources["gpus_per_node"],
+        "slurm_mem": resources["mem"],
+        "timeout_min": 60 if limit is None else math.ceil(limit.total_seconds() / 60),
+        "slurm_partition": resources["partition"],
+        "slurm_account": resources["account"],
+    }
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _directives(job: JobSpec) -> tuple[str, ...]:
+    """The ``#SBATCH`` options; every value has been checked as one by the job file's model."""
+    given = to_mapping(job)["resources"]
+    named = {
+        "job-name": job.name,
+        "nodes": given["nodes"],
+        "ntasks-per-node": given["tasks_per_node"],
+        **{key.replace("_", "-"): given[key] for key in RESOURCES[2:]},
+    }
+    return tuple(
+        as_directive(f"--{key}={value}") for key, value in named.items() if value is not None
+    )
+
+
+def _rendered(template: str, values: Mapping[str, Any]) -> str:
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_STARTERS),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701  YAML, Python, shell: every value goes through a filter
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(yaml=_yaml, words=_yaml_words, py=repr, sh=shlex.quote)
+    return environment
+
+
+def _yaml(value: object) -> str:
+    """A value that our reader and every other one take for the same."""
+    if isinstance(value, str) and not (_PLAIN.fullmatch(value) and is_plain_text(value)):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def _yaml_words(words: Sequence[str]) -> str:
+    return f"[{', '.join(_yaml(word) for word in words)}]"

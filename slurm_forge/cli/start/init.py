@@ -1,0 +1,228 @@
+"""``init``: the first files of a run, asked for or given as options."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from slurm_forge.cli.completion import (
+    site_names,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slurm_forge.cli.start.first_files import (
+        FirstFiles,
+        Wishes,
+    )
+
+__all__ = ["init"]
+
+
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where they go; made if it is not there.")
+    ] = Path(),
+    way: Annotated[
+        str | None,
+        typer.Option(metavar="WAY", help="job, submitit, exec or attach (see below)."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run; else the folder's.")
+    ] = None,
+    entry: Annotated[
+        str | None,
+        typer.Option(metavar="FILE:FUNCTION", help="Your own function, instead of a new train.py."),
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(metavar="CMD", help="Your own program and its words, for exec and attach."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="Nodes (1).")] = None,
+    gpus_per_node: Annotated[
+        str | None, typer.Option(metavar="N", help="GPUs per node: 4, a100:4.")
+    ] = None,
+    tasks_per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks per node; else one per GPU.")
+    ] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(metavar="N", help="Cores per rank.")] = None,
+    mem: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory per node: 64G.")] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time limit of one attempt: 12h, 2-00:00:00.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition.")] = None,
+    account: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Account that is charged.")
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Site, for the commands shown.", autocompletion=site_names
+        ),
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How ranks are started: srun, torchrun.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over files that are there.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing, also in a terminal.")
+    ] = False,
+) -> None:
+    """Write a commented job file and a training script that runs.
+
+    In a terminal it asks for what no option says.  Nothing is written over without --force.
+
+    \b
+    --way job       a job file and a function: slurm-forge submit (the default)
+    --way submitit  the same function, submitted by a script with submitit
+    --way exec      a program that knows nothing of slurm-forge, in your own sbatch script
+    --way attach    a script that srun or torchrun starts and that makes itself a run
+
+    \b
+    Examples:
+      slurm-forge init demo
+      slurm-forge init demo --yes --nodes 2 --gpus-per-node 4 --time 12h --partition preempt
+      slurm-forge init --way exec --command "srun python train.py --lr 0.1"
+    """
+    from slurm_forge.cli.failure import (
+        fail,
+    )
+    from slurm_forge.cli.start.first_files import (
+        Way,
+        Wishes,
+        first_files,
+        name_from,
+    )
+    from slurm_forge.documents import did_you_mean
+    from slurm_forge.errors import ConfigError, ForgeError
+
+    known = [each.value for each in Way]
+    try:
+        if way is not None and way not in known:
+            raise ConfigError(
+                f"--way: unknown value {way[:40]!r} {did_you_mean(way, known)}",
+                next_step="slurm-forge init --help says what they are.",
+            )
+        of_command = Way.JOB if command is None else Way.EXEC
+        wishes = Wishes(
+            way=of_command if way is None else Way(way),
+            name=name_from(folder) if name is None else name,
+            entry=entry,
+            command=command,
+            site=site,
+            template=template,
+            nodes=nodes,
+            tasks_per_node=tasks_per_node,
+            gpus_per_node=gpus_per_node,
+            cpus_per_task=cpus_per_task,
+            mem=mem,
+            time=time,
+            partition=partition,
+            account=account,
+        )
+        if not yes and sys.stdin.isatty() and sys.stdout.isatty():
+            wishes = _asked(wishes, known, ask_way=way is None, ask_name=name is None)
+        made = first_files(wishes, templates=_templates())
+        _write(folder, made, force=force)
+    except (ForgeError, OSError) as error:
+        fail(error, "nothing was written.")
+    _say(folder, made)
+
+
+def _asked(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) -> Wishes:
+    """What no option said, from the person who sits there; a wrong answer is asked for again."""
+    from slurm_forge.cli.start.first_files import (
+        Way,
+    )
+
+    typer.echo("Return takes what is in brackets.")
+    own = wishes.entry is not None or wishes.command is not None
+    if ask_way and not own:
+        typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
+        typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
+        wishes = _one(wishes, "way", f"Way ({', '.join(ways)})", wishes.way.value, Way)
+    if ask_name:
+        wishes = _one(wishes, "name", "Name of the run", wishes.name, str)
+    if wishes.nodes is None:
+        wishes = _one(wishes, "nodes", "Nodes", "1", int)
+    if wishes.gpus_per_node is None:
+        wishes = _one(wishes, "gpus_per_node", "GPUs per node (0: none)", "0", str)
+    if wishes.time is None:
+        wishes = _one(wishes, "time", "Time limit of one attempt", "12h", str)
+    if wishes.partition is None:
+        wishes = _one(wishes, "partition", "Partition (empty: Slurm's default)", "", str)
+    return wishes
+
+
+def _one(
+    wishes: Wishes, key: str, question: str, default: str, read: Callable[[str], object]
+) -> Wishes:
+    from slurm_forge.cli.start.first_files import (
+        first_files,
+    )
+    from slurm_forge.errors import ForgeError
+
+    while True:
+        answer = typer.prompt(question, default=default, show_default=default != "").strip()
+        if not answer:
+            return wishes
+        try:
+            changed = replace(wishes, **{key: cast(Any, read(answer))})
+            first_files(changed, templates=_templates())
+        except (ForgeError, ValueError) as error:
+            typer.echo(f"  {error}" if isinstance(error, ForgeError) else f"  not {answer!r}")
+            continue
+        return changed
+
+
+def _templates() -> list[str]:
+    from slurm_forge.launch.render.batch_script import (
+        template_folder,
+    )
+    from slurm_forge.spec.launchers import Template
+
+    there = template_folder()
+    return [each.value for each in Template if (there / f"{each.value}.sbatch").is_file()]
+
+
+def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:
+    """All of them or, where one is there already, none."""
+    from slurm_forge.errors import ConfigError
+    from slurm_forge.files import create_exclusive, write_atomic
+
+    def there(names: list[str]) -> ConfigError:
+        which = "they are" if len(names) > 1 else "it is"
+        return ConfigError(
+            f"{' and '.join(str(folder / name) for name in names)}: {which} there already",
+            next_step="Give another folder, or write over what is there: --force.",
+        )
+
+    found = [each.name for each in made.files if (folder / each.name).exists()]
+    if found and not force:
+        raise there(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made.files:
+        path, data = folder / each.name, each.text.encode()
+        if force:
+            write_atomic(path, data, mode=0o666)
+        elif not create_exclusive(path, data, mode=0o666):
+            raise there([each.name])
+
+
+def _say(folder: Path, made: FirstFiles) -> None:
+    import shlex
+
+    typer.echo(f"wrote {', '.join(str(folder / each.name) for each in made.files)}")
+    typer.echo("next:")
+    if folder.resolve() != Path.cwd():
+        typer.echo(f"  cd {shlex.quote(str(folder))}")
+    width = max(len(made.here), len(made.there))
+    typer.echo(f"  {made.here:<{width}}   # here, without Slurm")
+    typer.echo(f"  {made.there:<{width}}   # on the cluster")

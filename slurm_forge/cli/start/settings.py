@@ -1,0 +1,23 @@
+"""``--set KEY=VALUE``: what the command line says above all files."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slurm_forge.cli.completion import (
+    setting_keys,
+)
+
+__all__ = ["Settings"]
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A key of the job file, above all files: recovery.cuda_oom.times=2. Repeatable.",
+        autocompletion=setting_keys,
+    ),
+]

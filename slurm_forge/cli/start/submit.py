@@ -1,0 +1,331 @@
+"""``submit`` and ``render``: from a job file to a job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slurm_forge.cli.completion import (
+    site_names,
+)
+from slurm_forge.cli.start.injected_faults import (
+    Inject,
+)
+from slurm_forge.cli.start.settings import (
+    Settings,
+)
+
+if TYPE_CHECKING:
+    from slurm_forge.site.model import Site
+    from slurm_forge.slurm.accounts import QosRecord
+    from slurm_forge.slurm.client import Slurm
+    from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
+    from slurm_forge.spec.layers import Said
+
+__all__ = ["Submission", "render", "submit"]
+
+Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+SiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--site",
+        metavar="NAME|FILE",
+        help="Site (SLURM_FORGE_SITE, site: of your settings, else what Slurm is called).",
+        autocompletion=site_names,
+    ),
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs",
+        metavar="DIR",
+        help="Folder of runs (SLURM_FORGE_RUNS, runs: of your settings, else ./runs).",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+
+_NOTHING = "nothing was submitted."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What ``submit --json`` prints: the run, its folder, the job, and what was told."""
+
+    run: str
+    path: str
+    job: str
+    site: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    site: Site
+    because: str
+    default_partition: str | None
+    cluster: str | None = None
+    partitions: tuple[PartitionRecord, ...] = ()
+    named_file: str | None = None
+
+
+def submit(
+    job: Job,
+    site: SiteName = None,
+    runs: Runs = None,
+    inject: Inject = None,
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
+    """Check a job, make its run, hand it to Slurm.
+
+    \b
+    Examples:
+      slurm-forge submit train.yaml
+      slurm-forge submit train.yaml --site generic
+      slurm-forge submit train.yaml --set resources.nodes=4 --set args.lr=3e-4
+      slurm-forge submit train.yaml --inject term@100:rank0
+    """
+    from slurm_forge.cli.failure import (
+        fail,
+    )
+    from slurm_forge.errors import ForgeError, SlurmUnreachableError
+    from slurm_forge.slurm.client import SubprocessSlurm
+
+    slurm = SubprocessSlurm.of_this_process()
+    try:
+        submission, follow = _submit(
+            job, site, runs, inject or [], settings or [], slurm, quiet=json
+        )
+    except SlurmUnreachableError as error:
+        asked = error.argv[:1] == ("sbatch",)
+        fail(error, _UNKNOWN if asked and error.returncode != _NOT_THERE else _NOTHING)
+    except (ForgeError, OSError) as error:
+        fail(error, _NOTHING)
+    if json:
+        from slurm_forge.report.encoding import to_json
+
+        typer.echo(to_json(submission))
+        return
+    told = f"submitted {submission.run} as job {submission.job}."
+    typer.echo(f"{told}   follow: slurm-forge status {follow} --follow")
+
+
+#: Shells say this of a command that does not exist; then no job can have been made.
+_NOT_THERE = 127
+_UNKNOWN = (
+    "it is not known whether the job was submitted: look with squeue before you submit again."
+)
+
+
+def _submit(
+    path: Path,
+    site: str | None,
+    runs: Path | None,
+    inject: list[str],
+    settings: list[str],
+    slurm: Slurm,
+    *,
+    quiet: bool,
+) -> tuple[Submission, str]:
+    from slurm_forge.cli.cluster.excluded_nodes_text import (
+        left_out,
+    )
+    from slurm_forge.cli.preparation import (
+        check,
+        make,
+        place_of,
+        refuse,
+    )
+    from slurm_forge.cli.run_choice import (
+        reference,
+        runs_folder,
+    )
+    from slurm_forge.cli.start.injected_faults import (
+        rehearsed,
+    )
+    from slurm_forge.launch.render.batch_script import (
+        asked_options,
+    )
+    from slurm_forge.launch.render.rank_environment import (
+        warnings,
+    )
+    from slurm_forge.launch.render.save_history import (
+        usual_saves,
+    )
+    from slurm_forge.launch.submit.submission import (
+        submit_script,
+    )
+    from slurm_forge.report.submission.submit_notes import (
+        outlook,
+    )
+    from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.site.storage import storage_at
+    from slurm_forge.slurm.environment import process_environ
+
+    checked = check(path, settings)
+    checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
+    chosen = _choose(site, slurm, checked.site, need_slurm=True)
+    folder = runs_folder(runs, checked.runs)
+    place = RunDirectory.at(folder / checked.job.name)
+    refuse(checked, chosen.site, place)
+    out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
+    notes = (
+        f"site {chosen.site.name}: {chosen.because}.",
+        *checked.doubts,
+        *warnings(checked.job, chosen.site, process_environ()),
+        *outlook(
+            checked.job,
+            chosen.site,
+            default_partition=chosen.default_partition,
+            storage=storage_at(chosen.site, folder, process_environ()),
+            machine=os.uname().machine,
+            options=asked_options(checked.job, chosen.site, place),
+            where=place_of(checked),
+            saves=usual_saves(place, checked.job),
+        ),
+        *out.notes,
+    )
+    if not quiet:
+        for note in notes:
+            typer.echo(note)
+    run, file = make(checked, runs=folder, site=chosen.site, site_file=chosen.named_file)
+    job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
+    submission = Submission(
+        run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
+    )
+    return submission, reference(run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """What ``render`` prints with ``--json``."""
+
+    run: str
+    path: str
+    site: str
+    script: str
+    notes: tuple[str, ...]
+
+
+def render(
+    job: Job,
+    site: SiteName = None,
+    runs: Runs = None,
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
+    """Make the run of a job and print its batch script.
+
+    The script starts the run, so the run's folder is made, as submit does; rendering again
+    renews it as long as the run has never been started.
+
+    \b
+    Examples:
+      slurm-forge render train.yaml
+      slurm-forge render train.yaml | sbatch
+      slurm-forge render train.yaml --set resources.partition=long
+    """
+    from slurm_forge.cli.failure import (
+        fail,
+    )
+    from slurm_forge.cli.preparation import (
+        check,
+        keep_script,
+        make,
+    )
+    from slurm_forge.cli.run_choice import (
+        runs_folder,
+    )
+    from slurm_forge.errors import ForgeError
+    from slurm_forge.launch.render.batch_script import (
+        render as script_of,
+    )
+    from slurm_forge.launch.render.rank_environment import (
+        warnings,
+    )
+    from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.slurm.environment import process_environ
+
+    try:
+        checked = check(job, settings or [])
+        slurm = SubprocessSlurm.of_this_process()
+        chosen = _choose(site, slurm, checked.site, need_slurm=False)
+        run, file = make(
+            checked,
+            runs=runs_folder(runs, checked.runs),
+            site=chosen.site,
+            site_file=chosen.named_file,
+        )
+        notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
+        text = script_of(file, chosen.site, run)
+        keep_script(run, text)
+    except (ForgeError, OSError) as error:
+        fail(error, "nothing was rendered.")
+    if json:
+        from slurm_forge.report.encoding import to_json
+
+        rendering = Rendering(
+            run=run.name,
+            path=str(run.path),
+            site=chosen.site.name,
+            script=text,
+            notes=notes,
+        )
+        typer.echo(to_json(rendering))
+        return
+    for doubt in notes:
+        typer.echo(doubt, err=True)
+    typer.echo(f"run: {run.path} (site {chosen.site.name}: {chosen.because})", err=True)
+    typer.echo(text, nl=False)
+
+
+def _choose(wanted: str | None, slurm: Slurm, said: Said | None, *, need_slurm: bool) -> _Chosen:
+    """The site with what Slurm itself says filled in; ``said`` is the one of the settings."""
+    from slurm_forge.cli.run_choice import (
+        site_places,
+    )
+    from slurm_forge.errors import SlurmCommandError
+    from slurm_forge.site.detection import fill_from_slurm
+
+    places = site_places(said)
+    if wanted is not None or places.said() is not None:
+        places.load(wanted)  # a wrong name is told before Slurm is asked anything
+    try:
+        config, partitions = slurm.show_config(), slurm.show_partitions()
+    except SlurmCommandError:
+        if need_slurm:
+            raise
+        loaded = places.load(wanted)
+        named = places.named_file(wanted)
+        return _Chosen(loaded.site, loaded.because, None, named_file=named)
+    loaded = places.load(wanted, cluster_name=config.cluster_name)
+    default = next((one.name for one in partitions if one.is_default), None)
+    qos, default_qos = _qos(slurm, config, default)
+    return _Chosen(
+        site=fill_from_slurm(loaded.site, config, partitions, qos, default_qos),
+        because=loaded.because,
+        default_partition=default,
+        cluster=config.cluster_name,
+        partitions=partitions,
+        named_file=places.named_file(wanted),
+    )
+
+
+def _qos(
+    slurm: Slurm, config: ConfigRecord, partition: str | None
+) -> tuple[tuple[QosRecord, ...], str | None]:
+    """All QOS and the one of jobs that name none; nothing where preemption does not go by them."""
+    from slurm_forge.person import person
+    from slurm_forge.site.contract import goes_by_qos
+    from slurm_forge.site.usable import Person, qos_of
+    from slurm_forge.slurm.client import SubprocessSlurm
+    from slurm_forge.slurm.survey import survey_accounts
+
+    if not goes_by_qos(config) or not isinstance(slurm, SubprocessSlurm):
+        return (), None
+    survey = survey_accounts(slurm, person(), config)
+    return survey.qos or (), qos_of(survey, Person(), partition)

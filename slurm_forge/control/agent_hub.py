@@ -1,0 +1,172 @@
+"""The supervisor's end of the agents' channel: a connection per rank, over all launches of a step.
+
+It keeps what agents have said; whoever starts launches reads it from there.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slurm_forge.control.listener import Listener, Peer
+from slurm_forge.control.messages import (
+    agent as a,
+)
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+
+__all__ = ["AgentEnd", "AgentView", "AgentsHub"]
+
+_TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """How the worker of a rank ended, and when that was heard (on the hub's monotonic clock)."""
+
+    rank: int
+    host: str
+    at: float
+    said: a.Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentView:
+    """What is known of the agent of a rank; ``begun`` is the last launch that it began."""
+
+    rank: int
+    host: str
+    pid: int
+    connected: bool = True
+    ready: bool = False
+    begun: int = 0
+    worker: int = 0
+    how: str = ""
+
+
+@dataclass(slots=True)
+class _Agent(Peer):
+    host: str = ""
+    pid: int = 0
+    ready: bool = False
+    begun: int = 0
+    worker: int = 0
+    how: str = ""
+    ends: list[AgentEnd] = field(default_factory=list)
+
+
+class AgentsHub(Listener[_Agent]):
+    """Listens for the agents of one step.  ``on_notice`` is called on its thread.
+
+    ``interface_address`` is the name or address of this node that is tried first.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        nonce: str,
+        on_notice: Callable[[int, str], None],
+        interface_address: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            world_size=world_size,
+            nonce=nonce,
+            name="forge-agents",
+            tick_s=_TICK_S,
+            interface_address=interface_address,
+            clock=clock,
+        )
+        self._on_notice = on_notice
+        self._agents: dict[int, _Agent] = {}  # by rank, those that are gone too
+        self._ends: list[AgentEnd] = []
+        self._order: a.Begin | None = None
+        self.start()
+
+    def begin(self, order: a.Begin) -> None:
+        """Have every agent start its rank of a launch, those that connect later too."""
+        with self._lock:
+            self._order = order
+            self._broadcast(order)
+
+    def end(self, launch: int) -> None:
+        """Have every agent kill its worker of that launch; who has not begun it does not."""
+        with self._lock:
+            self._order = None
+            self._broadcast(a.End(launch=launch))
+
+    def leave(self) -> None:
+        """Nothing follows: every agent ends what is left, and itself."""
+        with self._lock:
+            self._order = None
+            self._broadcast(a.Leave())
+
+    def ends(self, launch: int) -> tuple[AgentEnd, ...]:
+        """How workers of a launch ended so far, in the order in which it was heard."""
+        with self._lock:
+            return tuple(end for end in self._ends if end.said.launch == launch)
+
+    def agents(self) -> dict[int, AgentView]:
+        """What is known of every agent that ever connected."""
+        with self._lock:
+            return {
+                rank: AgentView(
+                    rank=rank,
+                    host=agent.host,
+                    pid=agent.pid,
+                    connected=agent.connection.fileno() >= 0,
+                    ready=agent.ready,
+                    begun=agent.begun,
+                    worker=agent.worker,
+                    how=agent.how,
+                )
+                for rank, agent in self._agents.items()
+            }
+
+    # -- the serving thread --------------------------------------------------------------------
+
+    def _let_in(self, connection: socket.socket) -> _Agent:
+        return _Agent(connection, self._clock())
+
+    def _decode(self, line: bytes) -> p.Message:
+        return a.decode_agents(line)
+
+    def _gone(self, peer: _Agent) -> None:
+        """Its connection is closed, which ``agents`` tells."""
+
+    def _tick(self, now: float) -> None:
+        """Nothing is due at a time here."""
+
+    def _take(self, peer: _Agent, message: p.Message) -> None:
+        if peer.rank is None:
+            self._greet(peer, message)
+            return
+        match message:
+            case a.Ready():
+                peer.ready = True
+            case a.Begun():
+                peer.begun, peer.worker, peer.how = message.launch, message.pid, message.how
+            case a.Ended():
+                self._ends.append(AgentEnd(peer.rank, peer.host, self._clock(), message))
+            case a.Noticed():
+                self._on_notice(peer.rank, message.what)
+            case _:
+                pass
+
+    def _greet(self, peer: _Agent, message: p.Message) -> None:
+        if not (
+            isinstance(message, a.AgentHello)
+            and self._belongs(message.nonce, message.world, message.rank)
+            and message.rank not in self._agents
+        ):
+            self._drop(peer)
+            return
+        peer.rank, peer.host, peer.pid = message.rank, message.host, message.pid
+        self._agents[message.rank] = peer
+        self._send(peer, a.AgentWelcome(nonce=self.nonce))
+        if self._order is not None:
+            self._send(peer, self._order)

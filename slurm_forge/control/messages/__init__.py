@@ -1,0 +1,1 @@
+"""The messages of the control channel, and their lines."""

@@ -1,0 +1,104 @@
+"""What the hub tells ranks: what they are asked for, where, and until when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from slurm_forge.control.messages.message import (
+    Message,
+)
+from slurm_forge.vocabulary.position import Position
+
+__all__ = [
+    "Abort",
+    "Publish",
+    "Request",
+    "RequestKind",
+    "Target",
+    "TimeLeft",
+    "Welcome",
+    "Withdrawn",
+]
+
+
+class RequestKind(str, Enum):
+    """What all ranks are asked to do at the same step."""
+
+    STOP = "stop"
+    SAVE = "save"
+    PROBE = "probe"
+    #: An instability that rank 0 has judged: its cause and text in ``reason``.
+    RECOVER = "recover"
+    #: A limit on the gradient norm, a number in ``reason``: updates above it are left out.
+    LIMIT = "limit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """The hub's answer: it knows the nonce too."""
+
+    tag: ClassVar[str] = "welcome"
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Message):
+    """The hub asks all ranks for something, at a step yet to be agreed.
+
+    ``round`` counts how often it was asked anew.
+    """
+
+    tag: ClassVar[str] = "request"
+    id: int
+    kind: RequestKind
+    reason: str
+    round: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target(Message):
+    """The agreed position: every rank acts at the first position not before it."""
+
+    tag: ClassVar[str] = "target"
+    id: int
+    round: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn(Message):
+    """The hub gives a request up that found no target in time: nobody waits for one any more."""
+
+    tag: ClassVar[str] = "withdrawn"
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish(Message):
+    """A value for everybody (the rendezvous of the process group); the hub passes it on.
+
+    ``to`` are the ranks that it is for, where not for all: who joins later does not get it then.
+    """
+
+    tag: ClassVar[str] = "publish"
+    key: str
+    value: str
+    to: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLeft(Message):
+    """The hub knows how long the ranks have until they are ended, counted from now."""
+
+    tag: ClassVar[str] = "time_left"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Message):
+    """The launch is over: every rank leaves at once, without another collective."""
+
+    tag: ClassVar[str] = "abort"
+    reason: str

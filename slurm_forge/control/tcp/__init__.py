@@ -1,0 +1,1 @@
+"""What the kernel reports of TCP connections."""

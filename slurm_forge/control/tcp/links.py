@@ -1,0 +1,119 @@
+"""A host's view of another by the TCP connections that there are between them anyway."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from slurm_forge.control.messages.links import (
+    Links,
+)
+from slurm_forge.control.tcp.tcp_info import (
+    TcpInfo,
+)
+
+__all__ = ["Connection", "Link", "plain_address", "read_links", "say_links", "summarize"]
+
+#: A round trip that was measured longer ago says nothing of now.
+_FRESH_S = 3.0
+#: So many of them fit on a line, whatever the names.
+_MOST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An open TCP connection: addresses without ports, and what the kernel says of it."""
+
+    local: str
+    peer: str
+    info: TcpInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """All connections to one address, as one.  Seconds; None: nothing was measured lately.
+
+    ``retransmits`` in a row and ``unanswered``, how long nothing was acknowledged, are of the one
+    that is worst off; both are 0 where nothing is on its way.
+    """
+
+    peer: str
+    rtt: float | None = None
+    min_rtt: float | None = None
+    retransmits: int = 0
+    unanswered: float = 0.0
+
+
+def summarize(connections: Iterable[Connection]) -> tuple[Link, ...]:
+    """One link per peer, in the order of their addresses.
+
+    The longest round trip of those that have sent something lately counts: one that began to be
+    slow is known by its newest samples, and others of the same peer may have none yet.
+    """
+    by_peer: dict[str, list[TcpInfo]] = {}
+    for each in connections:
+        by_peer.setdefault(each.peer, []).append(each.info)
+    return tuple(_of_peer(peer, infos) for peer, infos in sorted(by_peer.items()))
+
+
+def _of_peer(peer: str, infos: Sequence[TcpInfo]) -> Link:
+    waiting = [each for each in infos if each.unacked and max(each.retransmits, each.backoff)]
+    worst = max(waiting, key=lambda each: (each.retransmits, each.acked), default=None)
+    fresh = [each for each in infos if each.rtt and max(each.sent, each.acked) < _FRESH_S]
+    least = [each.min_rtt for each in infos if each.min_rtt]
+    return Link(
+        peer=peer,
+        rtt=max((each.rtt for each in fresh if each.rtt), default=None),
+        min_rtt=min(least, default=None),
+        retransmits=0 if worst is None else max(worst.retransmits, worst.backoff),
+        unanswered=0.0 if worst is None else worst.acked,
+    )
+
+
+def say_links(number: int, addresses: Sequence[str], links: Sequence[Link], *, how: str) -> Links:
+    """As a message.  Of very many links those that look worst, so that it fits on a line."""
+    kept = sorted(links, key=lambda each: (-each.retransmits, -(each.rtt or 0.0), each.peer))
+    kept = kept[:_MOST]
+    return Links(
+        id=number,
+        how=how,
+        addresses=tuple(addresses),
+        peers=tuple(each.peer for each in kept),
+        rtt_us=tuple(round(1e6 * (each.rtt or 0.0)) for each in kept),
+        min_rtt_us=tuple(round(1e6 * (each.min_rtt or 0.0)) for each in kept),
+        retransmits=tuple(each.retransmits for each in kept),
+        unanswered_ms=tuple(round(1e3 * each.unanswered) for each in kept),
+    )
+
+
+def read_links(said: Links) -> tuple[Link, ...]:
+    """What ``say_links`` was given; of lists of different lengths what all of them have."""
+    rows = zip(
+        said.peers,
+        said.rtt_us,
+        said.min_rtt_us,
+        said.retransmits,
+        said.unanswered_ms,
+        strict=False,
+    )
+    return tuple(
+        Link(
+            peer=peer,
+            rtt=rtt / 1e6 if rtt > 0 else None,
+            min_rtt=least / 1e6 if least > 0 else None,
+            retransmits=retransmits,
+            unanswered=unanswered / 1e3,
+        )
+        for peer, rtt, least, retransmits, unanswered in rows
+    )
+
+
+def plain_address(text: str) -> str:
+    """One text per address: ``::ffff:10.0.0.1`` is ``10.0.0.1``; without a zone."""
+    try:
+        found = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
+    mapped = getattr(found, "ipv4_mapped", None)
+    return str(mapped or found)

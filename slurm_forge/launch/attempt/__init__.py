@@ -1,0 +1,1 @@
+"""One attempt of a run: its claim, its evidence, its end.  Used by every front end."""

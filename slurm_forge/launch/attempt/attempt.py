@@ -1,0 +1,472 @@
+"""One attempt, whoever conducts it: begin (or refuse to), decide after a launch, end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
+from slurm_forge.errors import (
+    CheckpointRejectedError,
+    ForgeError,
+    RunDirectoryError,
+    UnsafeFileError,
+)
+from slurm_forge.journal import (
+    JournalWriter,
+    RunState,
+    RunStatus,
+    fold,
+    read_journal,
+    read_position,
+)
+from slurm_forge.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    DecisionTaken,
+    Event,
+    Finished,
+    IncidentSeen,
+    LaunchEnded,
+    LaunchStarted,
+    Note,
+    UserAsked,
+)
+from slurm_forge.launch.attempt.post_mortem import (
+    post_mortem,
+)
+from slurm_forge.launch.attempt.stop_between_attempts import (
+    before_next_start,
+    stay_stopped,
+    stopped,
+)
+from slurm_forge.launch.render.rank_environment import (
+    effective_on_hang,
+    forbidden,
+    with_suspects,
+)
+from slurm_forge.launch.render.save_history import (
+    remember_saves,
+)
+from slurm_forge.launch.requeue.job_update import (
+    memory_asked,
+    nodes_asked,
+    time_asked,
+)
+from slurm_forge.recovery import LaunchFacts, classify, decide
+from slurm_forge.recovery.incident.classify import (
+    is_unexplained,
+)
+from slurm_forge.recovery.monitor.preflight_verdict import (
+    thoroughness,
+)
+from slurm_forge.recovery.nodes.placement import (
+    Room,
+)
+from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
+from slurm_forge.site.variables import Difference
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision, Incident, Start
+from slurm_forge.vocabulary.plan import Variable
+
+__all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
+
+#: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
+TAKEN_OVER = "taken over"
+#: What a run does not come back from by itself.
+_ENDS = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
+#: Statuses in which a start that nobody asked for does nothing.
+_AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED})
+
+
+class Refusal(str, Enum):
+    """Why an attempt is not begun.  Each one exits 0: starting again would change nothing."""
+
+    DONE = "done"
+    STOP_FILE = "stop_file"
+    AT_REST = "at_rest"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A claimed attempt with its journal; made by ``begin``."""
+
+    run: RunDirectory
+    file: RunFile
+    claim: Claim
+    journal: JournalWriter
+    launch: int = 0
+    #: What was decided about the attempt before, where that keeps this one from training.
+    verdict: Decision | None = None
+    #: The site's variables for after a hang, and what is set that must not be.
+    on_hang: tuple[Variable, ...] = ()
+    forbidden: tuple[Difference, ...] = ()
+    #: What was seen of the last launch, and the incident that was made of it.
+    facts: LaunchFacts | None = None
+    incident: Incident | None = None
+    _warnings: int = 0
+
+    @property
+    def fence(self) -> Fence:
+        """Raises once a newer attempt has taken the run over."""
+        return Fence(self.run, self.claim.attempt)
+
+    @property
+    def incident_id(self) -> str:
+        """The name of what the last launch ended of."""
+        return f"{self.claim.attempt}.{self.launch}"
+
+    def state(self) -> RunState:
+        """The state of the run, read anew; what the attempt writes next comes behind it."""
+        records, _ = read_journal(self.run, thin=True)
+        self.journal.follow(records)
+        return fold(records)
+
+    def next_launch(self, hub: Hub, nodes: tuple[str, ...] = (), start: Start = Start.COLD) -> None:
+        """Number the launch, brief the ranks that will join ``hub``.
+
+        ``FencedError`` if another attempt has taken over since the launch before.
+        """
+        if self.launch > 0:
+            self.fence()
+        self.launch += 1
+        mark_launch(self.run, self.claim.attempt, self.launch)
+        self.journal.launch = self.launch
+        state = self.state()
+        brief = LaunchBrief(
+            attempt=self.claim.attempt,
+            launch=self.launch,
+            plan=state.plan,
+            committed_step=state.committed_step,
+            resume_step=max(
+                (each.name.step for each in state.known if state.refusal(each.name) is None),
+                default=None,
+            ),
+            preflight=thoroughness(self.file.job.preflight.enabled, start, state),
+        )
+        hub.publish(BRIEF_KEY, brief.to_text())
+        self.journal.write(
+            LaunchStarted(
+                world_size=hub.world_size,
+                nodes=nodes,
+                start=start.value,
+                variables=tuple(map(str, state.plan.variables)),
+            )
+        )
+
+    def note_published(self) -> None:
+        """Journal what the launch published last, where rank 0 was ended before it could.
+
+        For a launch none of whose ranks is left.  How long that save took nobody knows.
+        """
+        from slurm_forge.store.directory import CheckpointStore
+
+        known = {each.name for each in fold(read_journal(self.run, fresh=True)[0]).known}
+        ours = (self.claim.attempt, self.launch)
+        with contextlib.suppress(OSError, UnsafeFileError):
+            store = CheckpointStore(self.run.checkpoints, self.file.job.name)
+            for name in reversed(store.candidates()):
+                if (name.attempt, name.launch) != ours or name in known:
+                    continue
+                with contextlib.suppress(CheckpointRejectedError):
+                    manifest = store.verify_manifest(name)
+                    self._cannot_write(
+                        CheckpointCommitted(
+                            name=str(name),
+                            step=name.step,
+                            reason="stop",
+                            seconds=0.0,
+                            size=manifest.size,
+                            findings=tuple(manifest.findings),
+                        )
+                    )
+
+    def conclude(self, facts: LaunchFacts, room: Room | None = None) -> Decision | None:
+        """Journal how the launch ended; the decision, or None when the run is finished.
+
+        ``room`` is what is left of the allocation, where the job outlives nodes that it loses.
+
+        ``FencedError`` if another attempt has taken over: then it is not ours to judge.
+        """
+        if facts.finished:
+            step = facts.step or 0
+            self.journal.write(LaunchEnded(outcome="finished", step=facts.step, exact=True))
+            self.fence()
+            self.run.mark_done(step, self.claim.attempt)
+            self.journal.write(Finished(step=step))
+            return None
+        with contextlib.suppress(OSError):  # a storage that fails is what is to be decided about
+            self.fence()
+        incident = with_suspects(classify(facts, self.incident_id), self.forbidden)
+        self.facts, self.incident = facts, incident
+        # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
+        wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
+        decided = None if wanted else self._decided(facts)
+        if decided is not None:
+            return decided
+        policy = self.file.job.recovery
+        full = self._cannot_write(
+            LaunchEnded(
+                outcome=incident.cause.value,
+                step=max(
+                    (s for s in (facts.furthest, incident.step) if s is not None), default=None
+                ),
+                exact=facts.is_furthest_exact,
+            ),
+            IncidentSeen(incident=incident),
+        )
+        record = facts.job_now or facts.job or facts.job_first
+        state = self.state()
+        decision = decide(
+            policy,
+            state,
+            incident,
+            batch_coupled=self.file.job.batch_coupled,
+            mem=memory_asked(self.file.job, record),
+            time=time_asked(self.file.job, record),
+            nodes=state.plan.nodes or nodes_asked(self.file.job),
+            now=facts.now.timestamp(),
+            room=room,
+            on_hang=self.on_hang,
+        )
+        full = self._cannot_write(DecisionTaken(decision=decision)) or full
+        if full is not None and not _unlimited(policy, decision):
+            # A budget that is charged nowhere would never be used up.
+            raise RunDirectoryError(
+                f"the journal of {self.run.name} can't be written ({full}), and "
+                f"{decision.reason} must be counted",
+                next_step=f"Make room or check the quota of {self.run.path}, then: "
+                f"slurm-forge requeue {self.run.name}",
+            ) from full
+        return decision
+
+    def learn(self, incident: Incident) -> None:
+        """Journal what is better known by now about the end of the last launch, if anything is.
+
+        A run whose job somebody has cancelled stops there, whatever was decided before.
+        """
+        before = self.incident
+        cancelled = incident.cause is Cause.USER_CANCELLED
+        if before is not None and is_unexplained(before):
+            if is_unexplained(incident):
+                return
+        elif not cancelled or (before is not None and before.cause is incident.cause):
+            return  # a signal that follows from what was decided
+        else:
+            incident = replace(incident, id=f"{incident.id}.cancelled")
+        self.incident = incident
+        self._cannot_write(IncidentSeen(incident=incident))
+        if cancelled:
+            decision = decide(self.file.job.recovery, self.state(), incident)
+            self._cannot_write(DecisionTaken(decision=decision))
+
+    def only_warns(self, facts: LaunchFacts) -> bool:
+        """Whether the ladder has nothing but a warning for it: then that is written down.
+
+        For what the launch goes on with all the same, as it may with a standstill.  A slow node is
+        never what a run is held for, unless the job file says just that.
+        """
+        self._warnings += 1
+        incident = classify(facts, f"{self.incident_id}.warning{self._warnings}")
+        policy = self.file.job.recovery
+        slow = incident.cause is Cause.STRAGGLER
+        if not slow and all(rung.do is not Action.WARN for rung in policy.ladder(incident.cause)):
+            return False
+        decision = decide(policy, self.state(), incident, in_process=True)
+        if slow and decision.action is Action.HOLD and decision.rung is None:
+            return True  # the ladder is used up
+        if decision.action is not Action.WARN:
+            return False
+        return not self._cannot_write(
+            IncidentSeen(incident=incident), DecisionTaken(decision=decision)
+        )
+
+    def _decided(self, facts: LaunchFacts) -> Decision | None:
+        """What rank 0 has decided on and written down before it gave the launch up, if it has.
+
+        Deciding twice would charge two budgets for one incident.  An end that it could not tell of
+        any more is one all the same: a held run does not go on because rank 0 was killed as well.
+        """
+        attempts = self.state().attempts
+        decisions = attempts[-1].decisions if attempts else ()
+        mine = f"{self.claim.attempt}.{self.launch}."
+        found = [
+            each
+            for _, each in decisions
+            if each.incident_id == facts.decided
+            or (each.action in _ENDS and each.incident_id.startswith(mine))
+        ]
+        if found:
+            self._cannot_write(
+                LaunchEnded(outcome=found[-1].cause.value, step=facts.furthest, exact=True)
+            )
+        return found[-1] if found else None
+
+    def stop(self, why: str) -> None:
+        """A person wants the run to stop before it is started again: journal that."""
+        self._cannot_write(stopped(self.claim.attempt, self.state(), why))
+
+    def _cannot_write(self, *events: Event) -> OSError | None:
+        try:
+            for event in events:
+                self.journal.write(event)
+        except OSError as error:
+            return error
+        return None
+
+    def end(self, outcome: str) -> None:
+        """The last line of this attempt.  What the attempt came to is settled by now."""
+        with contextlib.suppress(OSError):
+            self.journal.write(AttemptEnded(outcome=outcome), durable=True)
+        self.journal.close()
+        with contextlib.suppress(OSError, ForgeError):
+            remember_saves(self.run, self.file.job, self.state())
+
+
+def _unlimited(policy: Recovery, decision: Decision) -> bool:
+    """Whether the decision may be taken any number of times (a requeue after a preemption)."""
+    if decision.rung is None:
+        return decision.action is Action.STOP
+    return policy.ladder(decision.cause)[decision.rung].times is None
+
+
+def begin(
+    run: RunDirectory,
+    *,
+    job: str,
+    restart_count: int,
+    nodes: tuple[str, ...],
+    via: str,
+    slurm: Slurm | None = None,
+    command: bool = False,
+    unwanted: str = "",
+    clock: Callable[[], float] = time.time,
+) -> Attempt | Refusal:
+    """Claim the run for a new attempt, unless there is nothing to do or nobody wants it.
+
+    Where the attempt before it ended without a word, ``slurm`` is asked how; ``FencedError`` where
+    somebody else has claimed the run by then.  ``command``: the caller starts the run's command.
+    ``unwanted``: why whoever started this wants no attempt any more, empty where they do.
+    """
+    if run.is_done():
+        return Refusal.DONE
+    records, _ = read_journal(run, thin=True, fresh=True)
+    state = fold(records)
+    if run.stop_file.exists():
+        stay_stopped(run, state, records, "the file STOP exists")
+        return Refusal.STOP_FILE
+    if unwanted:
+        stay_stopped(run, state, records, before_next_start(unwanted))
+        return Refusal.AT_REST
+    file = read_run_file(run.spec_file)
+    released = _released(state, job, restart_count)
+    if state.status in _AT_REST and not released:
+        return Refusal.AT_REST
+    if file.job.entry is None and not command:
+        raise ForgeError(
+            f"{run.name} has a command, not an entry",
+            next_step="Start it as it was begun: slurm-forge exec, or its own script.",
+        )
+    if file.job.command is None and command:
+        raise ForgeError(
+            f"{run.name} has an entry, not a command",
+            next_step="Start it with slurm-forge submit or slurm-forge run; or name another run: "
+            "slurm-forge exec --name OTHER -- …",
+        )
+    claim = claim_attempt(
+        run,
+        job=job,
+        restart_count=restart_count,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        nodes=nodes,
+        time=clock(),
+    )
+    verdict = None
+    if not released:
+        verdict = post_mortem(run, state, file, claim, slurm=slurm, now=clock())
+    journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
+    # Whoever is fenced by the claim, and does not know it yet, may have written until now.
+    records, _ = read_journal(run, thin=True, fresh=True)
+    journal.follow(records)
+    if verdict is not None and (verdict.action in _ENDS or _needs_another_job(verdict)):
+        return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
+    if released:
+        journal.write(UserAsked(verb="release", user=""))
+    journal.write(
+        AttemptStarted(
+            job=job,
+            restart_count=restart_count,
+            nodes=nodes,
+            host=claim.host,
+            via=via,
+            read=read_position(records),
+        ),
+        durable=True,
+    )
+    own = process_environ()
+    attempt = Attempt(
+        run,
+        file,
+        claim,
+        journal,
+        on_hang=effective_on_hang(file, own),
+        forbidden=forbidden(file, own),
+    )
+    with contextlib.suppress(OSError):
+        for each in attempt.forbidden:
+            journal.write(Note(text=f"{each}"[:400]))
+    return attempt
+
+
+def _needs_another_job(decision: Decision) -> bool:
+    """Whether the job has to go back into the queue for what was decided."""
+    return any(change.parameter in _OF_THE_JOB for change in decision.changes)
+
+
+_OF_THE_JOB = frozenset({"mem_factor", "time_factor", "nodes"})
+
+
+def _released(state: RunState, job: str, restart_count: int) -> bool:
+    """Whether this start is one that we had put into the queue, held, and somebody released.
+
+    Nothing else starts a held job: it is a person's wish that the run goes on.  Of a chain of array
+    tasks those were held that waited, not the one that held them.
+    """
+    held = state.held
+    if held is None or not held.confirmed:
+        return False
+    if job.startswith(f"{held.job}_"):
+        return not state.attempts or job != state.attempts[-1].job
+    return held.job == job and restart_count > held.restart_count
+
+
+#: What a decision means for somebody who can't start ranks again in the same job.
+REQUEUEING = frozenset(
+    {
+        Action.REQUEUE,
+        Action.RELAUNCH,
+        Action.ROLLBACK,
+        Action.SHRINK_MICRO_BATCH,
+        Action.RAISE_MEM,
+        Action.FEWER_WORKERS,
+        Action.RAISE_TIME,
+        Action.FEWER_NODES,
+        Action.WARN,
+        Action.SKIP,
+    }
+)
+#: What the supervisor cures without giving the nodes back.
+RELAUNCHING = frozenset(
+    {Action.RELAUNCH, Action.ROLLBACK, Action.SHRINK_MICRO_BATCH, Action.FEWER_WORKERS}
+)

@@ -1,0 +1,32 @@
+"""What Slurm said in a way that is not known here: noted in the journal, once for each name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from slurm_forge.journal import read_journal
+from slurm_forge.journal.events import Note
+from slurm_forge.launch.attempt.attempt import (
+    Attempt,
+)
+from slurm_forge.slurm.versions import Unrecognized
+
+__all__ = ["note_unrecognized"]
+
+_LONGEST = 400
+
+
+def note_unrecognized(attempt: Attempt, found: Iterable[Unrecognized]) -> None:
+    """Best effort: a journal that can't be written keeps nothing from going on."""
+    named = {each.name: each for each in reversed(tuple(found))}
+    if not named:
+        return
+    with contextlib.suppress(OSError):
+        records, _ = read_journal(attempt.run)
+        texts = [record.event.text for record in records if isinstance(record.event, Note)]
+        for name, each in named.items():
+            begins = f"not understood, and done without: {name}="
+            if not any(text.startswith(begins) for text in texts):
+                text = f"not understood, and done without: {each}"
+                attempt.journal.write(Note(text=text[:_LONGEST]))

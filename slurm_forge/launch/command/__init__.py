@@ -1,0 +1,3 @@
+"""Front end for a command that does not import slurm_forge; started by ``exec`` and by job files.
+
+"""

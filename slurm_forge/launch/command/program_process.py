@@ -1,0 +1,454 @@
+"""A command that knows nothing of us: started in a process group of its own, told, and ended.
+
+Passes a program's output on as it comes, keeps its end, and looks for words in it.
+
+The processes below a command, and which of them are told that the time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.errors import ConfigError, SlurmCommandError
+from slurm_forge.launch.command.program_end import (
+    status_of,
+)
+from slurm_forge.launch.render.signal_convention import (
+    Forwarding,
+    is_starter,
+    starts_steps,
+)
+from slurm_forge.recovery.incident.launch_facts import (
+    WorkerEnd,
+)
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.spec.program import NotifyTo, ProgramSpec
+
+#: Output of a program that has ended may still be on its way; what it left running may hold on
+#: to it for ever.
+_DRAIN_S = 1.0
+
+
+class ProgramProcess:
+    """The running command.  Its output passes through; ``heard`` are what it printed of interest.
+
+    ``mark`` is in its environment and in nobody else's: torchrun's workers are in sessions of
+    their own, and outlive it where it is killed.  ``ConfigError`` where it can't be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        program: ProgramSpec,
+        *,
+        mark: str,
+        slurm: Slurm | None = None,
+        job: str = "",
+        folder: str | None = None,
+    ) -> None:
+        self.command = tuple(command)
+        self._mark = mark
+        self.printed_step: int | None = None
+        self.printed_done = False
+        self._slurm = slurm
+        self._job = job
+        self._tail = Tail()
+        self._step = None if program.step_pattern is None else re.compile(program.step_pattern)
+        self._done = None if program.done_pattern is None else re.compile(program.done_pattern)
+        hearers = (self._hear,) if self._step or self._done else ()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        streams = [open_stream(target, self._tail, hearers) for target in (1, 2)]
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                env=dict(environment),
+                cwd=folder,
+                stdout=streams[0].given,
+                stderr=streams[1].given,
+                # A session of its own: what is for our process group (Ctrl-C, a signal of the
+                # site's for the batch step) is ours to interpret first.
+                start_new_session=True,
+            )
+        except OSError as error:
+            for stream in streams:
+                os.close(stream.given)
+            raise ConfigError(
+                f"{self.command[0]} can't be started: {error.strerror or error}",
+                next_step="Write what comes after -- as you would type it; a script of your own "
+                "needs its path (./train.sh), and shell syntax a shell: -- bash -c '…'",
+            ) from None
+        self.began = time.monotonic()
+        for stream in streams:
+            stream.begin()
+        self._readers = [stream.reader for stream in streams]
+
+    @property
+    def pid(self) -> int:
+        """Of the command itself, and of its process group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status as shells tell it, or None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        until = time.monotonic() + _DRAIN_S
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
+        return status_of(status)
+
+    def tell(self, how: Forwarding, *, steps_know: bool) -> str:
+        """Signal whom it is for; in words, who that was.
+
+        ``steps_know``: Slurm has sent the tasks of steps that signal already.
+        """
+        number = signal.Signals[how.signal]
+        told: list[str] = []
+        pids: tuple[int, ...] = (self.pid,)
+        steps = how.to is NotifyTo.RANKS
+        if how.to is NotifyTo.TREE:
+            found = below(read_processes(), self.pid)
+            pids, steps = found.pids, found.steps
+        elif how.to is NotifyTo.RANKS:
+            pids = ()
+        if how.to is NotifyTo.GROUP:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+                told.append(f"process group {self.pid}")
+        else:
+            for pid in pids:
+                if pid == self.pid and starts_steps(self.command):
+                    continue  # srun would end the step
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+                    told.append(f"process {pid}")
+        if steps and self._slurm is not None:
+            if steps_know and not how.again:
+                told.append("tasks of steps (by Slurm itself)")
+            else:
+                told.append(self._tell_steps(how.signal))
+        return f"{how.signal} to {', '.join(told) or 'nobody: there is no process for it'}"
+
+    def has_steps(self) -> bool:
+        """Whether srun runs in it: Slurm signals its tasks itself, whatever it is told by us."""
+        mine = {self.pid, *read_marked(self._mark)}
+        return any(starts_steps(each.words) for each in read_processes() if each.pid in mine)
+
+    def _tell_steps(self, name: str) -> str:
+        assert self._slurm is not None  # noqa: S101  asked by the caller
+        try:
+            self._slurm.cancel(self._job, signal=name.removeprefix("SIG"))
+        except SlurmCommandError as error:
+            return f"no tasks of steps ({error.message[:200]})"
+        return "tasks of steps"
+
+    def terminate(self) -> None:
+        """The last warning: SIGTERM to everything in its process group, whatever it was told."""
+        if starts_steps(self.command) and self._slurm is not None:
+            self._tell_steps("SIGTERM")
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now, with everything that it has started on this machine."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for pid in read_marked(self._mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def clear(self, timeout_s: float) -> None:
+        """Whatever is left of it is ended, before it may be started again."""
+        until = time.monotonic() + timeout_s
+        while True:
+            if self._process.poll() is not None and not read_marked(self._mark):
+                return
+            self.kill()
+            if time.monotonic() >= until:
+                return  # it sits in the kernel
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit status once it has ended, None if it has not within the time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=timeout_s)
+        return self.poll()
+
+    def tail(self) -> str:
+        """The last of its output."""
+        return self._tail.text()
+
+    def launcher_signal(self) -> str:
+        """Nothing: the program is what ends, not what started it."""
+        return ""
+
+    def ends(self) -> tuple[WorkerEnd, ...]:
+        """Nothing: what ranks there may be are somebody else's."""
+        return ()
+
+    def _hear(self, line: str) -> None:
+        if self._done is not None and self._done.search(line):
+            self.printed_done = True
+        if self._step is not None:
+            # A progress bar may write many of them without a line's end: the last one counts.
+            for found in self._step.finditer(line):
+                if found[1] and found[1].isdecimal() and len(found[1]) < 19:
+                    self.printed_step = int(found[1])
+
+_KEPT = 1 << 16
+_READ = 1 << 16
+#: A line that is longer (a progress bar without end) is looked at in parts.
+_LONGEST_LINE = 4096
+_BLOCKED_S = 1.0
+_NOBODY = frozenset({errno.EPIPE, errno.EBADF})
+_LINE_ENDS = re.compile(rb"[\r\n]+")
+
+
+class Tail:
+    """The last of what a program printed, errors and all, in the order that it came."""
+
+    def __init__(self, most: int = _KEPT) -> None:
+        self._most = most
+        self._parts: deque[bytes] = deque()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def add(self, data: bytes) -> None:
+        """Keep it, and let go of what is too old."""
+        with self._lock:
+            self._parts.append(data)
+            self._size += len(data)
+            while self._size - len(self._parts[0]) >= self._most:
+                self._size -= len(self._parts.popleft())
+
+    def text(self) -> str:
+        """What is kept."""
+        with self._lock:
+            joined = b"".join(self._parts)
+        return joined[-self._most :].decode(errors="replace")
+
+
+class Lines:
+    """Cuts bytes into lines for whoever looks for something in them."""
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        self._hear = hear
+        self._begun = b""
+
+    def add(self, data: bytes) -> None:
+        """A carriage return ends a line, too: progress bars know no other."""
+        *whole, rest = _LINE_ENDS.split(self._begun + data)
+        while len(rest) > _LONGEST_LINE:
+            whole.append(rest[:_LONGEST_LINE])
+            rest = rest[_LONGEST_LINE:]
+        self._begun = rest
+        for line in whole:
+            for at in range(0, len(line), _LONGEST_LINE):
+                self._hear(line[at : at + _LONGEST_LINE].decode(errors="replace"))
+
+    def end(self) -> None:
+        """What was left without a line's end."""
+        if self._begun:
+            self._hear(self._begun.decode(errors="replace"))
+            self._begun = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What the program writes to, and the thread that reads it once it was started."""
+
+    given: int
+    reader: threading.Thread
+
+    def begin(self) -> None:
+        """The program has its end now."""
+        os.close(self.given)
+        self.reader.start()
+
+
+def open_stream(target: int, tail: Tail, hearers: Sequence[Callable[[str], None]] = ()) -> Stream:
+    """A stream whose output goes on to the descriptor ``target``.
+
+    Where that is a terminal the program gets one, too: colours and progress bars stay.
+    """
+    ours, given = _terminal_like(target) if os.isatty(target) else os.pipe2(os.O_CLOEXEC)
+    lines = [Lines(hear) for hear in hearers]
+
+    def pump() -> None:
+        gone = False
+        while data := _read(ours):
+            tail.add(data)
+            for each in lines:
+                each.add(data)
+            if not gone:
+                gone = not _write(target, data)
+        for each in lines:
+            each.end()
+        os.close(ours)
+
+    return Stream(given, threading.Thread(target=pump, name="forge-output", daemon=True))
+
+
+def _terminal_like(target: int) -> tuple[int, int]:
+    ours, given = os.openpty()
+    for descriptor in (ours, given):
+        os.set_inheritable(descriptor, False)
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(target, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(given, termios.TIOCSWINSZ, size)
+    with contextlib.suppress(termios.error):
+        modes = termios.tcgetattr(given)
+        modes[1] &= ~termios.OPOST  # the terminal behind it turns line ends, once is enough
+        termios.tcsetattr(given, termios.TCSANOW, modes)
+    return ours, given
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, _READ)
+    except OSError as error:
+        if error.errno == errno.EIO:  # a terminal whose last user has gone
+            return b""
+        raise
+
+
+def _write(target: int, data: bytes) -> bool:
+    """False once nobody reads it any more; the program is not to die of that.
+
+    What a full disk does not take is lost; what comes once there is room again is not.
+    """
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:
+            select.select([], [target], [], _BLOCKED_S)
+        except OSError as error:
+            return error.errno not in _NOBODY
+    return True
+
+_PROC = Path("/proc")
+_LONGEST_COMMAND = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process: its number, its parent's, and the words it was started with."""
+
+    pid: int
+    parent: int
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """Who is to be told: processes here, and whether srun has started tasks somewhere."""
+
+    pids: tuple[int, ...]
+    steps: bool = False
+
+
+def read_processes(proc: Path = _PROC) -> tuple[Process, ...]:
+    """Every process of this user; what ends while it is looked at is left out."""
+    found = []
+    me = os.getuid()
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if entry.stat().st_uid != me:
+                continue
+            # The name in brackets may hold anything, brackets too: what counts is behind the last.
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (entry / "cmdline").read_bytes()[:_LONGEST_COMMAND].split(b"\0")[:-1]
+        except (OSError, ValueError):
+            continue
+        if state != "Z":
+            given = tuple(word.decode(errors="replace") for word in words)
+            found.append(Process(int(entry.name), int(parent), given))
+    return tuple(found)
+
+
+def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
+    """Processes of this user that were started with ``mark``, NAME=value, in their environment.
+
+    Neither this one nor those that have started it.
+    """
+    found = []
+    wanted = os.fsencode(mark)
+    processes = read_processes(proc)
+    spared = _line_of(os.getpid(), processes)
+    for process in processes:
+        try:
+            environment = (proc / str(process.pid) / "environ").read_bytes()
+        except OSError:
+            continue
+        if wanted in environment.split(b"\0") and process.pid not in spared:
+            found.append(process.pid)
+    return tuple(found)
+
+
+def _line_of(pid: int, processes: Iterable[Process]) -> frozenset[int]:
+    """A process and its ancestors."""
+    parents = {process.pid: process.parent for process in processes}
+    line = {pid}
+    while (pid := parents.get(pid, 0)) and pid not in line:
+        line.add(pid)
+    return frozenset(line)
+
+
+def below(processes: Iterable[Process], root: int) -> Below:
+    """What the launchers and shells from ``root`` on have started: the first that is none of them.
+
+    Not what that starts in turn (workers of a data loader die of a signal that was meant for it).
+    A launcher that has started nothing yet is told itself.
+    """
+    children: defaultdict[int, list[Process]] = defaultdict(list)
+    table = {}
+    for process in processes:
+        children[process.parent].append(process)
+        table[process.pid] = process
+    pids: list[int] = []
+    steps = False
+    seen: set[int] = set()
+    todo = [table[root]] if root in table else []
+    while todo:
+        process = todo.pop()
+        if process.pid in seen:
+            continue
+        seen.add(process.pid)
+        own = children[process.pid]
+        if starts_steps(process.words):
+            steps = True
+        elif is_starter(process.words) and any(_counts(child.words) for child in own):
+            todo += own
+        elif _counts(process.words):
+            pids.append(process.pid)
+    return Below(tuple(sorted(pids)), steps)
+
+
+def _counts(words: Sequence[str]) -> bool:
+    """Not a shell's ``sleep`` in a loop, nor what only passes text on."""
+    return bool(words) and words[0].rpartition("/")[2] not in _BESIDE
+
+
+_BESIDE = frozenset({"sleep", "tee", "cat", "tail", "awk", "sed", "grep", "ts"})

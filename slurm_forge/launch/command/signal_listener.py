@@ -1,0 +1,140 @@
+"""The sentinel's step: started beside the program's, heard through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import IO
+
+from slurm_forge.launch.command import (
+    signal_listener_main as sentinel,
+)
+
+__all__ = ["SentinelStep", "sentinel_command", "sentinel_environment"]
+
+_TAIL_LINES = 20
+_LEAVES_S = 1.0
+#: What of the batch step's environment would ask for more than one small task.
+_ASKS = re.compile(
+    r"(?:SLURM|SRUN)_(?:N?TASKS.*|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|NNODES|JOB_NUM_NODES"
+    r"|MEM_PER_.*|CPUS_PER_.*|GPUS.*|TRES_PER_TASK|GRES.*|DISTRIBUTION|CPU_BIND.*|MEM_BIND.*"
+    r"|THREADS_PER_CORE|HINT|CORE_SPEC|EXCLUSIVE|EXACT|WHOLE|OVERLAP|LABELIO|UNBUFFEREDIO"
+    r"|INPUTMODE|STDINMODE|STDOUTMODE|STDERRMODE|KILL_BAD_EXIT|WAIT|MULTI_PROG|CONTAINER.*|NETWORK)"
+)
+
+
+def sentinel_command(python: str, node: str | None) -> tuple[str, ...]:
+    """The argument list: one task that shares everything with the steps of the program.
+
+    ``--overlap`` is there since 20.11; an older srun refuses it, and Slurm is asked instead.
+    """
+    where = () if node is None else (f"--nodelist={node}",)
+    return (
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=1",
+        "--mem=0",
+        *where,
+        "--job-name=forge-sentinel",
+        "--unbuffered",
+        python,
+        # By its file, alone: nothing else is imported, from wherever the job was started.
+        "-I",
+        "-S",
+        sentinel.__file__,
+    )
+
+
+def sentinel_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without what the job says of its own tasks."""
+    return {name: value for name, value in variables.items() if not _ASKS.fullmatch(name)}
+
+
+class SentinelStep:
+    """``tell`` gets the name of every signal, from a thread; ``alive`` once it listens."""
+
+    def __init__(
+        self, command: tuple[str, ...], environment: Mapping[str, str], tell: Callable[[str], None]
+    ) -> None:
+        self._tell = tell
+        self._said: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._listens = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            self._said.append(f"{command[0]} can't be started: {error.strerror or error}")
+            return
+        for stream, hear in (
+            (self._process.stdout, self._hear),
+            (self._process.stderr, self._said.append),
+        ):
+            assert stream is not None  # noqa: S101  asked for above
+            threading.Thread(
+                target=_read, args=(stream, hear), name="forge-sentinel", daemon=True
+            ).start()
+
+    def listens(self, wait_s: float = 0.0) -> bool:
+        """Whether it is there, once ``wait_s`` are over at the latest."""
+        self._listens.wait(wait_s)
+        return self.alive
+
+    @property
+    def alive(self) -> bool:
+        """Whether a signal would be told of now."""
+        return self._listens.is_set() and self._process is not None and self._process.poll() is None
+
+    @property
+    def failed(self) -> str:
+        """Why it is not there, where its step has ended; empty while it may still come."""
+        if self._process is not None and self._process.poll() is None:
+            return ""
+        return " ".join(" ".join(self._said).split()) or "its step has ended"
+
+    def words(self) -> str:
+        """What Slurm has printed of its step: it speaks of the job's end, too."""
+        return "".join(self._said)
+
+    def close(self) -> None:
+        """End it."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+        try:
+            process.wait(_LEAVES_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _hear(self, line: str) -> None:
+        word = line.strip()
+        if word == sentinel.HERE:
+            self._listens.set()
+        elif word in signal.Signals.__members__:
+            self._tell(word)
+
+
+def _read(stream: IO[str], hear: Callable[[str], None]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in stream:
+            hear(line)

@@ -1,0 +1,130 @@
+"""How ranks look from the hub: what heartbeats and witnesses say, and since when that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from slurm_forge.control import Hub, MemberView
+from slurm_forge.control.hub import WitnessView
+from slurm_forge.recovery.monitor.probe_verdict import (
+    RankSeen,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    RankView,
+)
+
+__all__ = ["Sight"]
+
+#: A witness says something every second.
+_SILENT_S = 8.0
+#: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
+_GAP_S = 3.5
+
+
+class Sight:
+    """One for all who judge the ranks of a launch: a gap that one of them sees, all do.
+
+    Whoever looks says so (``awake``), several times a second.
+    """
+
+    def __init__(self, hub: Hub, clock: Callable[[], float]) -> None:
+        self._hub = hub
+        self._looked = clock()
+        #: How long anything took until then means nothing.
+        self.fresh_from = self._looked
+        self._places: dict[int, tuple[tuple[int, ...], float]] = {}
+
+    def awake(self, now: float) -> None:
+        """We look.  If the last look was long ago we were stopped, with the whole job as a rule."""
+        if now - self._looked > _GAP_S:
+            self.begin_anew(now)
+        self._looked = now
+
+    def begin_anew(self, now: float) -> None:
+        """The job was suspended, or we were."""
+        self.fresh_from = now
+
+    def views(self, now: float, gone: frozenset[int] = frozenset()) -> dict[int, RankView]:
+        """Every rank that has come, as the watchdog judges it; without those that are ``gone``."""
+        witnesses = self._hub.witnesses()
+        return {
+            rank: self._view(member, witnesses.get(rank), now)
+            for rank, member in self._hub.members().items()
+            if rank not in gone
+        }
+
+    def anybody_silent(self, now: float, seconds: float) -> bool:
+        """Whether a rank has said nothing for so long: cheap enough for every look."""
+        members = self._hub.members().values()
+        return any(now - max(member.heard, self.fresh_from) >= seconds for member in members)
+
+    def seen(
+        self, now: float, limit: Callable[[str], timedelta], gone: frozenset[int] = frozenset()
+    ) -> tuple[RankSeen, ...]:
+        """Every rank that has come, as the probe judges it; ``limit`` is of a kind of stretch."""
+        members, witnesses = self._hub.members(), self._hub.witnesses()
+        found = []
+        for rank, view in sorted(self.views(now, gone).items()):
+            witness = witnesses.get(rank)
+            known = witness is not None and witness.connected and witness.pulse is not None
+            heard = witness.heard if witness is not None and known else 0.0
+            found.append(
+                RankSeen(
+                    rank=rank,
+                    host=view.host,
+                    silent=now - max(members[rank].heard, self.fresh_from),
+                    witness=now - max(heard, self.fresh_from) if known else None,
+                    state=view.state,
+                    step=max(0, members[rank].step),
+                    phase=view.phase,
+                    kind=view.kind,
+                    since=view.since.total_seconds(),
+                    limit=limit(view.kind).total_seconds(),
+                )
+            )
+        return tuple(found)
+
+    def _view(self, member: MemberView, witness: WitnessView | None, now: float) -> RankView:
+        if witness is None or witness.pulse is None or not witness.connected:
+            return self._by_heartbeat(member, now)
+        pulse = witness.pulse
+        silence = now - max(witness.heard, self.fresh_from)
+        if silence > _SILENT_S and now - max(member.heard, self.fresh_from) < _SILENT_S:
+            return self._by_heartbeat(member, now)  # it is the witness that is stuck
+        silent = silence > _SILENT_S
+        since = min(pulse.since_s + (silence if silent else 0.0), now - self.fresh_from)
+        return RankView(
+            rank=member.rank,
+            host=member.host,
+            place=(pulse.turn, pulse.step, pulse.begun, pulse.phase_no, pulse.poll),
+            step=pulse.step,
+            phase=pulse.phase,
+            kind=pulse.kind,
+            since=timedelta(seconds=since),
+            state=pulse.state,
+            silent=silent,
+            mute=timedelta(seconds=pulse.mute_s),
+        )
+
+    def _by_heartbeat(self, member: MemberView, now: float) -> RankView:
+        """Of a rank without a witness: what its own thread says, while it can."""
+        place = (member.turn, member.step, member.begun, 0, 0)
+        known = self._places.get(member.rank)
+        if known is None or known[0] != place:
+            known = self._places[member.rank] = (place, now)
+        since = now - max(known[1], self.fresh_from)
+        # Of a phase of the program's own its length is not known: witnesses tell of its parts.
+        plain = member.begun > 2 and member.phase in ("train", "data", "save")
+        kind = member.phase if plain else f"first {member.phase}"
+        silent = now - max(member.heard, self.fresh_from) > _SILENT_S
+        return RankView(
+            rank=member.rank,
+            host=member.host,
+            place=place,
+            step=member.step,
+            phase=member.phase,
+            kind=kind,
+            since=timedelta(seconds=since),
+            silent=silent,
+        )

@@ -1,0 +1,1 @@
+"""What ``doctor --live`` and ``probe`` start on a cluster; called by the command line."""

@@ -1,0 +1,79 @@
+"""From what listeners have said to what became of each of them in a round.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from slurm_forge.control.messages.live import (
+    Told,
+)
+from slurm_forge.recovery.live_observations import (
+    Fate,
+    Sighting,
+    Way,
+)
+
+__all__ = ["Ended", "sightings"]
+
+#: Whose listener is a task itself: where its step ends without a word, the signal has killed it.
+_TASKS = frozenset({Way.TASK, Way.TASK_PLAIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A step that is over: the listeners of that way, and all of theirs, are gone."""
+
+    way: Way
+    at: float
+
+
+def sightings(
+    present: Collection[tuple[Way, str]],
+    told: Sequence[Told],
+    ended: Sequence[Ended],
+    *,
+    wanted: Collection[tuple[Way, str]],
+    workers_of: Way,
+    signal: str,
+    sent_at: float | None,
+) -> tuple[Sighting, ...]:
+    """One of each that was ``wanted`` to be there; ``told`` and ``ended`` since the sending.
+
+    ``workers_of`` is the way whose listeners have forked the loader workers.  ``signal`` is what a
+    task that ended without a word is taken to have died of.
+    """
+    over = {each.way: each.at for each in ended}
+    found = []
+    for way, host in sorted(wanted, key=lambda pair: (list(Way).index(pair[0]), pair[1])):
+        if (way, host) not in present:
+            found.append(Sighting(way=way, host=host, fate=Fate.ABSENT))
+            continue
+        mine = [each for each in told if (each.way, each.host) == (way.value, host)]
+        step = workers_of if way in (Way.WORKER, Way.WORKER_PLAIN) else way
+        found.append(_one(way, host, mine, over.get(step), signal, sent_at))
+    return tuple(found)
+
+
+def _one(
+    way: Way,
+    host: str,
+    told: Sequence[Told],
+    over: float | None,
+    signal: str,
+    sent_at: float | None,
+) -> Sighting:
+    saw = [each for each in told if each.what == "saw"]
+    died = [each for each in told if each.what == "died"]
+    names = tuple(dict.fromkeys(each.signal for each in (*saw, *died)))
+    if died:
+        fate, at = Fate.DIED, died[0].at
+    elif saw:
+        fate, at = Fate.HEARD, saw[0].at
+    elif over is not None:
+        fate, at = (Fate.DIED if way in _TASKS else Fate.CARRIED_OFF), over
+        names = (signal,) if fate is Fate.DIED else ()
+    else:
+        return Sighting(way=way, host=host, fate=Fate.NOTHING)
+    after = None if sent_at is None else max(0.0, at - sent_at)
+    return Sighting(way=way, host=host, fate=fate, signals=names, at=at, after_s=after)

@@ -1,0 +1,284 @@
+"""A run on this machine without Slurm: submitit's local executor, ranks as local processes.
+
+``train_here``: a training function on this machine, from Python, as local processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from slurm_forge.errors import AlreadyFinishedError
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.launch.attempt.attempt import (
+    REQUEUEING,
+    Attempt,
+)
+from slurm_forge.launch.attempt.attempt_signals import (
+    AskedToStop,
+)
+from slurm_forge.launch.attempt.lifeline import (
+    LifelineHeld,
+)
+from slurm_forge.launch.attempt.post_mortem import (
+    post_mortem,
+)
+from slurm_forge.launch.attempt.run_lock import (
+    Presence,
+    present,
+)
+from slurm_forge.launch.attempt.stop_between_attempts import (
+    before_next_start,
+    stay_stopped,
+)
+from slurm_forge.launch.local.executor import (
+    LocalSession,
+    end_session,
+    is_over,
+)
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    entry_of,
+    note,
+    run_state,
+)
+from slurm_forge.launch.submitit.job import (
+    ForgeJob,
+)
+from slurm_forge.person import person
+from slurm_forge.recovery import LaunchFacts
+from slurm_forge.run_directory import RunDirectory, newest_claim
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import RunFile, read_run_file
+
+#: Added to the number of the signal that ended it, as shells do.
+ENDED_BY_SIGNAL = 128
+_LOOK_EVERY_S = 0.25
+_GOES_ON = frozenset({RunStatus.RUNNING, RunStatus.REQUEUED})
+
+
+def run_locally(
+    run: RunDirectory,
+    file: RunFile,
+    ranks: int,
+    progress: Callable[[RunState], None],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    again: bool = False,
+) -> int:
+    """Start (or continue) the run here and wait for its end; 0 once it is finished.
+
+    ``progress`` is called about four times a second with the state, ``say`` with a line for the
+    person who waits.  Submitit starts the tasks of one local job at most six times; a run that
+    needs more is submitted again.  ``again``: a person wants it, an old STOP doesn't count.
+
+    SIGINT, SIGTERM or SIGHUP let the run save at its next step and stop, a second one ends its
+    processes; the result is then 128 and the signal's number.  If this process goes without a
+    word, the run saves and stops too.  ``RunDirectoryError`` while another process trains it here.
+    """
+    if run.is_done():
+        raise AlreadyFinishedError(
+            f"{run.name} is finished",
+            next_step="Start a new run under another name to train further.",
+        )
+    with present(run) as presence, AskedToStop() as asked:
+        if again:
+            run.stop_file.unlink(missing_ok=True)
+        note(run, UserAsked(verb="run", user=person()))
+        lifeline = LifelineHeld()
+        try:
+            return _Here(run, file, progress, say, presence, asked, lifeline).train(ranks)
+        finally:
+            lifeline.let_go()
+
+
+class _Here:
+    """Job after job of submitit's, until the run is finished or rests."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        file: RunFile,
+        progress: Callable[[RunState], None],
+        say: Callable[[str], None],
+        presence: Presence,
+        asked: AskedToStop,
+        lifeline: LifelineHeld,
+    ) -> None:
+        self._run = run
+        self._file = file
+        self._progress = progress
+        self._say = say
+        self._presence = presence
+        self._asked = asked
+        self._lifeline = lifeline
+        self._job = ""
+
+    def train(self, ranks: int) -> int:
+        run = self._run
+        kept = self._presence.descriptor
+        session = LocalSession(
+            run.submissions,
+            ranks=ranks,
+            stdin=self._lifeline.reader,
+            kept=() if kept is None else (kept,),
+        )
+        while not self._asked:
+            before = len(run_state(run).attempts)
+            process = session.start(ForgeJob(str(run.path)))
+            self._job = job = f"local-{process.pid}"
+            self._presence.name(job)
+            note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
+            self._wait(process)
+            state = run_state(run)
+            ours = len(state.attempts) > before and state.attempts[-1].job == job
+            if self._asked and ours:
+                self._settle(state)
+                state = run_state(run)
+            self._show(state)
+            if run.is_done():
+                return 0
+            if self._asked:
+                break
+            if not ours and len(state.attempts) > before:
+                self._tell(f"{run.name} has been taken over by {state.attempts[-1].job}")
+                return 1
+            if state.status not in _GOES_ON or not ours:
+                return 1
+            if not self._goes_on(state):
+                return 1
+        self._rests()
+        return ENDED_BY_SIGNAL + self._asked.number
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Until every process of the job has ended."""
+        stopping = insisted = False
+        while not is_over(process):
+            if self._asked and not stopping:
+                stopping = True
+                self._stop()
+            if self._asked.insists and not insisted:
+                insisted = True
+                self._tell("ending all processes")
+                end_session(process)
+            self._show(run_state(self._run))
+            time.sleep(_LOOK_EVERY_S)
+        # A rank that outlived the process that watched over it belongs to nobody any more.
+        end_session(process)
+        process.wait()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):
+            note(self._run, UserAsked(verb="stop", user=person()))
+        state = run_state(self._run)
+        self._lifeline.let_go(self._asked.name)
+        if _between_launches(state):
+            self._tell(f"{self._asked.name}: stopping: nothing was being trained, nothing is lost")
+        else:
+            self._tell(
+                f"{self._asked.name}: stopping: saving at the next step; once more ends it at once"
+            )
+
+    def _settle(self, state: RunState) -> None:
+        """Nobody of an attempt that was ended at once could still say what had become of it."""
+        ended = self._left_open(state)
+        if ended is not None:
+            why = f"{self._asked.name}, and its processes were ended at once"
+            ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
+            ended.end("stop")
+
+    def _rests(self) -> None:
+        """The run waits for its next start, which is not to come: have its journal say so."""
+        records, _ = read_journal(self._run, thin=True)
+        state = fold(records)
+        if state.job == self._job:
+            stay_stopped(self._run, state, records, before_next_start(self._asked.name))
+
+    def _goes_on(self, state: RunState) -> bool:
+        """Whether the run is started again, after an attempt that is over.
+
+        Where rank 0 was killed, nobody has decided: it conducts the attempt.
+        """
+        ended = self._left_open(state)
+        if ended is None:
+            return True
+        decision = post_mortem(
+            self._run, state, self._file, ended.claim, slurm=None, now=time.time()
+        )
+        if decision is None and not state.attempts[-1].decisions:
+            # Rank 0 wrote down what had happened, and was killed before it decided.
+            decision = ended.conclude(LaunchFacts(now=datetime.now(timezone.utc)))
+        again = decision is None or decision.action in REQUEUEING
+        ended.end("requeued" if again else "held")
+        self._show(run_state(self._run))
+        until = time.monotonic() + (decision.wait_s if decision is not None and again else 0.0)
+        while time.monotonic() < until and not self._asked:
+            time.sleep(_LOOK_EVERY_S)
+        if again and self._asked:
+            self._stop()
+        return again
+
+    def _left_open(self, state: RunState) -> Attempt | None:
+        """The newest attempt, if nobody wrote down its end."""
+        attempt, claim = state.attempts[-1], newest_claim(self._run)
+        if attempt.ended is not None or claim is None or claim.attempt != attempt.number:
+            return None
+        launch = attempt.launches[-1].number if attempt.launches else 0
+        journal = JournalWriter(self._run, attempt=attempt.number, writer="cli", launch=launch)
+        journal.follow(read_journal(self._run, thin=True)[0])
+        return Attempt(self._run, self._file, claim, journal, launch)
+
+    def _show(self, state: RunState) -> None:
+        with self._ear():
+            self._progress(state)
+
+    def _tell(self, text: str) -> None:
+        with self._ear():
+            self._say(text)
+
+    def _ear(self) -> contextlib.AbstractContextManager[None]:
+        """After a hangup nobody can be told anything, and the run is to be saved all the same."""
+        return contextlib.suppress(OSError) if self._asked else contextlib.nullcontext()
+
+
+def _between_launches(state: RunState) -> bool:
+    """Whether the newest launch is over, and no other has begun."""
+    launches = state.attempts[-1].launches if state.attempts else ()
+    return bool(launches) and launches[-1].ended is not None
+
+def train_here(
+    train: Callable[..., Any] | str,
+    spec: Mapping[str, Any],
+    *,
+    ranks: int = 1,
+    runs: Path | str = "runs",
+    progress: Callable[[RunState], None] = lambda state: None,
+) -> RunDirectory:
+    """Train with ``ranks`` local processes until the run is finished or held; continues a run.
+
+    ``spec`` has the keys of a job file.  Look at the state of the returned run to know how it went.
+    A signal that would end this process (Ctrl-C, SIGTERM) does so once the run has saved.
+    """
+    entry = train if isinstance(train, str) else entry_of(train)
+    job = job_from_mapping({**spec, "entry": entry})
+    run = RunDirectory.at(Path(runs) / job.name)
+    if run.spec_file.is_file():
+        file = read_run_file(run.spec_file)
+    else:
+        run, file = create_run(
+            job, runs=Path(runs), site=find_site("generic"), submitted_from=Path.cwd()
+        )
+    code = run_locally(run, file, ranks, progress)
+    if code > ENDED_BY_SIGNAL:
+        signal.raise_signal(signal.Signals(code - ENDED_BY_SIGNAL))
+    return run

@@ -1,0 +1,1 @@
+"""Pure: a job file and a site become sbatch options, a script and an environment."""

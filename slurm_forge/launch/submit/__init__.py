@@ -1,0 +1,1 @@
+"""Makes run directories and submits jobs; called by the command line and the Python API."""

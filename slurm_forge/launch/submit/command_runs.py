@@ -1,0 +1,170 @@
+"""Runs of programs that know nothing of us: from a command line, or a job file, to a run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurm_forge.documents import Document, build, build_plain, differences, read
+from slurm_forge.errors import ConfigError
+from slurm_forge.files import write_atomic
+from slurm_forge.journal.events import UserAsked
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    note,
+    untouched,
+)
+from slurm_forge.person import person
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.program import ProgramSpec
+from slurm_forge.spec.run_file import RunFile, read_run_file
+
+__all__ = ["open_run", "program_job"]
+
+_KEY = re.compile(r"^(?:[^\n]*?: )?(?P<key>[a-z_]+): ")
+_SHOWN = 5
+
+
+def program_job(
+    command: Sequence[str],
+    *,
+    name: str | None,
+    options: Mapping[str, Any],
+    path: Path | None = None,
+    job_name: str = "",
+    lead: str | None = None,
+) -> JobSpec:
+    """The job that a command line means; ``path`` is a job file, whose keys it adds to.
+
+    The name is the one given, else the file's, else ``job_name``.  ``ConfigError`` names the option
+    or the line.
+    """
+    document = Document({}, None) if path is None else read(path)
+    data = dict(document.data)
+    if data.get("entry") is not None:
+        raise ConfigError(
+            "entry: slurm-forge exec starts a command",
+            path=path,
+            line=document.line_of(("entry",)),
+            next_step="Submit this file with slurm-forge submit, or give one without entry: to "
+            "slurm-forge exec.",
+        )
+    if not command and data.get("command") is None:
+        raise ConfigError(
+            "no command to start",
+            next_step="Write it behind two dashes: slurm-forge exec --name big -- srun python "
+            "train.py",
+        )
+    if command and (not command[0] or command[0].startswith("-")):
+        raise ConfigError(
+            f"{command[0]!r} is not a program",
+            next_step="Options of slurm-forge exec stand before the two dashes, the program "
+            "behind them: slurm-forge exec --name big -- srun python train.py",
+        )
+    wanted = {
+        key: value for key, value in options.items() if value is not None and value is not False
+    }
+    stated = data.get("program") or {}
+    if wanted and isinstance(stated, dict):
+        _check_options(ProgramSpec, {**stated, **wanted})
+        data["program"] = {**stated, **wanted}
+    if lead is not None:
+        data["lead"] = lead
+    if command:
+        data["command"] = list(command)
+    chosen = name or data.get("name") or job_name
+    if not chosen:
+        raise ConfigError(
+            "the run has no name",
+            next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
+            "in every job.",
+        )
+    given = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
+    if given:
+        _check_options(JobSpec, {"name": "x", "command": ["true"], **given})
+    data["name"] = chosen
+    if chosen == job_name:
+        _check_job_name(job_name)
+    return build(JobSpec, replace(document, data=data))
+
+
+def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]) -> None:
+    """``ConfigError`` in the words of the command line."""
+    try:
+        build_plain(model, values)
+    except ConfigError as error:
+        lines = [
+            _as_options(_KEY.sub(lambda found: f"{found['key']}: ", line))
+            for line in error.message.splitlines()
+        ]
+        raise ConfigError(
+            "\n".join(lines), next_step=error.next_step or "See slurm-forge exec --help."
+        ) from None
+
+
+def _as_options(line: str) -> str:
+    """Keys as they are written there: ``--resume-arg: … of --checkpoint-glob``."""
+    line = re.sub(r"^([a-z_]+): ", lambda found: f"--{found[1].replace('_', '-')}: ", line)
+    for key in ProgramSpec.model_fields:
+        if "_" in key:
+            line = line.replace(key, f"--{key.replace('_', '-')}")
+    return line
+
+
+def _check_job_name(text: str) -> None:
+    """``ConfigError`` where Slurm's name of the job is none that a run can have."""
+    try:
+        build_plain(JobSpec, {"name": text, "command": ["true"]})
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run has no name, and that of the Slurm job, {text!r}, can't be its name: "
+            f"{error.message.removeprefix('name: ')}",
+            next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
+            "in every job.",
+        ) from None
+
+
+def open_run(
+    job: JobSpec, *, runs: Path, site: Site, folder: Path, partition: str | None = None
+) -> tuple[RunDirectory, RunFile]:
+    """Make the run, or go on with the one of that name, whose command may have been changed.
+
+    ``partition`` is the one that the Slurm job is in.
+    ``ConfigError`` where the name is that of another kind of run, or of one that is finished and
+    was begun with another command.
+    """
+    run = RunDirectory.at(runs / job.name)
+    if not run.spec_file.is_file() or untouched(run):
+        return create_run(
+            job,
+            runs=runs,
+            site=site,
+            submitted_from=folder,
+            python=sys.executable,
+            partition=partition,
+        )
+    file = read_run_file(run.spec_file)
+    if file.job.entry is not None:
+        raise ConfigError(
+            f"{run.path} is a run with an entry, not one of a command",
+            next_step="Choose another name: slurm-forge exec --name OTHER -- …",
+        )
+    if file.job == job:
+        return run, file
+    if run.is_done() and file.job.command != job.command:
+        raise ConfigError(
+            f"{run.path} is finished, and was begun with another command",
+            next_step="Choose another name: slurm-forge exec --name OTHER -- …",
+        )
+    renewed = file.model_copy(update={"job": job})
+    write_atomic(run.spec_file, renewed.to_yaml().encode())
+    changed = differences(file.job.model_dump(mode="json"), job.model_dump(mode="json"))
+    verb = f"change {'; '.join(str(one) for one in changed[:_SHOWN])}"
+    note(run, UserAsked(verb=verb[:400], user=person()))
+    return run, renewed

@@ -1,0 +1,1 @@
+"""Front end for functions submitted through submitit."""

@@ -1,0 +1,269 @@
+"""``submitit.AutoExecutor(folder, cluster="forge")``: submitit's Slurm executor with a supervisor.
+
+Takes every parameter of submitit's own Slurm executor, as ``forge_*`` and under the ``slurm_*``
+names that existing code has (``submitit_names`` sees to that).  What is submitted is a ``ForgeJob``
+or a plain training function, for which a run directory is made under ``<folder>/runs``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit.core import core, utils
+from submitit.slurm.slurm import SlurmExecutor
+
+from slurm_forge.errors import SubmissionError
+from slurm_forge.files import make_private_directory, write_atomic
+from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.launch.render.site_choice import (
+    find_site,
+    site_places,
+)
+from slurm_forge.launch.submit.entry_check import (
+    require_arguments,
+)
+from slurm_forge.launch.submit.submission import (
+    create_run,
+    entry_of,
+    keep_payload,
+    keep_successor,
+    note,
+    payload,
+)
+from slurm_forge.launch.submitit.batch_script import (
+    Array,
+    Successor,
+    batch_script,
+    directives,
+)
+from slurm_forge.launch.submitit.handle import (
+    RunHandle,
+)
+from slurm_forge.launch.submitit.job import (
+    ForgeJob,
+)
+from slurm_forge.launch.submitit.slurm_aliases import (
+    accept_slurm_names,
+)
+from slurm_forge.person import person
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.site.rules import refused
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.run_file import read_run_file
+
+__all__ = ["ForgeExecutor"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How many spare nodes a job has, and whether it goes on without a node that it loses."""
+
+    spares: int = 0
+    outlives_nodes: bool = False
+
+
+class ForgeExecutor(SlurmExecutor):
+    """A submitit executor whose jobs are brought back by a supervisor in the batch step."""
+
+    job_class = RunHandle
+
+    def __init__(self, folder: str | Path, *args: Any, **kwargs: Any) -> None:
+        super().__init__(folder, *args, **kwargs)
+        if "\\" in str(self.folder):
+            raise SubmissionError(
+                f"Slurm leaves backslashes out of the paths of logs: {self.folder}",
+                next_step="Give a folder without one in its path.",
+            )
+        if not str(self.folder).isprintable():
+            raise SubmissionError(
+                f"a folder of logs can't be {str(self.folder)!r}",
+                next_step="Give a folder whose path is one line of printable text.",
+            )
+        # Submitit's pickles are executed by whoever starts the job: nobody else may write there.
+        make_private_directory(utils.JobPaths.get_first_id_independent_folder(self.folder))
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Never chosen unasked where submitit's own Slurm executor is available (that is 2)."""
+        return -1 if shutil.which("srun") is None else 1
+
+    #: Spare nodes of the runs that are made here.
+    _spare_nodes: int | None = None
+
+    @classmethod
+    def _valid_parameters(cls) -> set[str]:
+        """Submitit's, and ``forge_spare_nodes``: nodes beyond those of the ranks."""
+        return {*super()._valid_parameters(), "spare_nodes"}
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        if "spare_nodes" in kwargs:
+            self._spare_nodes = kwargs.pop("spare_nodes")
+        super()._internal_update_parameters(**kwargs)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[utils.DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        runs = [self._as_run(delayed) for delayed in delayed_submissions]
+        self._room = self._room_of(runs)
+        for run, delayed in zip(runs, delayed_submissions, strict=True):
+            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            keep_payload(run, delayed.dump)
+            note(run, UserAsked(verb="submit", user=person()))
+        jobs = (
+            [self._submit_one(delayed_submissions[0], runs[0])]
+            if len(runs) == 1
+            else self._submit_array(delayed_submissions, runs)
+        )
+        for run, job in zip(runs, jobs, strict=True):
+            keep_successor(run, self._successor(run, job))
+            note(run, Submitted(job=job.job_id, via="submitit forge"))
+        return jobs
+
+    def _as_run(self, delayed: utils.DelayedSubmission) -> RunDirectory:
+        """Exchange what was submitted for a pointer to a run, made here unless it is one."""
+        function = delayed.function
+        if isinstance(function, ForgeJob):
+            run = RunDirectory.existing(function.run)
+            spares = read_run_file(run.spec_file).job.resources.spare_nodes
+            if self._spare_nodes not in (None, spares):
+                raise SubmissionError(
+                    f"the run {run.name} was made with {spares or 'no'} spare nodes, and "
+                    f"forge_spare_nodes={self._spare_nodes} asks for others",
+                    next_step="Leave forge_spare_nodes out; a run keeps what it was made with.",
+                )
+            # The job may start in another folder than this process is in.
+            delayed.function = ForgeJob(str(run.path))
+            return run
+        if delayed.args:
+            raise SubmissionError(
+                "a training function takes the run and nothing else by position",
+                next_step="Give its arguments by name: executor.submit(train, max_steps=400).",
+            )
+        entry = entry_of(function)
+        require_arguments(function, delayed.kwargs)
+        parameters = self.parameters
+        base = str(parameters.get("job_name", entry.rpartition(":")[2]))
+        # Slurm takes names of jobs that can't be names of folders.
+        base = re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip("-._")[:48] or "run"
+        job = job_from_mapping(
+            {
+                "name": f"{base}-{secrets.token_hex(3)}",
+                "entry": entry,
+                "args": dict(delayed.kwargs),
+                "resources": {
+                    "nodes": int(parameters.get("nodes", 1)),
+                    "spare_nodes": self._spare_nodes,
+                    "tasks_per_node": int(parameters.get("ntasks_per_node") or 1),
+                    # What a job that comes back is to leave out is added to these.
+                    "exclude": parameters.get("exclude"),
+                    "nodelist": parameters.get("nodelist"),
+                },
+            }
+        )
+        folder = utils.JobPaths.get_first_id_independent_folder(self.folder)
+        run, _ = create_run(
+            job,
+            runs=folder / "runs",
+            site=self._site(),
+            submitted_from=Path.cwd(),
+            python=sys.executable,
+            partition=parameters.get("partition"),
+            qos=parameters.get("qos"),
+            site_file=site_places().named_file(None),
+        )
+        delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
+        return run
+
+    def _site(self) -> Site:
+        """Asked for once: an array has many runs."""
+        if self._found is None:
+            self._found = find_site(slurm=SubprocessSlurm.of_this_process())
+        return self._found
+
+    _found: Site | None = None
+
+    @staticmethod
+    def _room_of(runs: list[RunDirectory]) -> _Room:
+        """What one job, or each task of an array, has to ask for."""
+        jobs = [read_run_file(run.spec_file).job for run in runs]
+        found = {_Room(job.resources.spares, job.outlives_nodes) for job in jobs}
+        if len(found) > 1:
+            raise SubmissionError(
+                "runs with and without spare nodes can't be tasks of one array",
+                next_step="Submit those with spare_nodes (or fewer_nodes) apart from the others.",
+            )
+        return found.pop()
+
+    def _submit_one(self, delayed: utils.DelayedSubmission, run: RunDirectory) -> core.Job[Any]:
+        self._subject = run.path
+        return super()._internal_process_submissions([delayed])[0]
+
+    def _submit_array(
+        self, delayed_submissions: list[utils.DelayedSubmission], runs: list[RunDirectory]
+    ) -> list[core.Job[Any]]:
+        """One array job; which task is which run stands in files beside the pickles."""
+        folder = utils.JobPaths.get_first_id_independent_folder(self.folder)
+        name = f"array-{uuid.uuid4().hex}"
+        index, folders = folder / f"{name}.json", folder / f"{name}.txt"
+        write_atomic(index, json.dumps([str(run.path) for run in runs]).encode())
+        write_atomic(folders, "".join(f"{run.submissions}\n" for run in runs).encode())
+        pickles = []
+        for delayed in delayed_submissions:
+            path = folder / f"{uuid.uuid4().hex}.pkl"
+            delayed.dump(path)
+            pickles.append(path)
+        self._subject = Array(index, folders, len(runs))
+        self._throttle()
+        first: core.Job[Any] = self._submit_command(self._submitit_command_str)
+        tasks = list(range(first.num_tasks))
+        jobs: list[core.Job[Any]] = [
+            self.job_class(folder=self.folder, job_id=f"{first.job_id}_{task}", tasks=tasks)
+            for task in range(len(runs))
+        ]
+        for job, path in zip(jobs, pickles, strict=True):
+            job.paths.move_temporary_file(path, "submitted_pickle")
+        return jobs
+
+    def _successor(self, run: RunDirectory, job: core.Job[Any]) -> str:
+        """The script for when the job can't be started again: in its folder, for its run alone."""
+        pickle = payload(run)
+        subject = Successor(run.path, pickle, first=job.job_id, tasks=self._num_tasks())
+        return self._script(subject, job.paths.folder)
+
+    #: What the submission under way is for.
+    _subject: Path | Array | None = None
+    _room = _Room()
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        """Submitit's script, with the supervisor in the place of srun."""
+        if self._subject is None:
+            raise TypeError("only submit, batch and map_array make scripts")
+        return self._script(self._subject, self.folder)
+
+    def _script(self, subject: Path | Array | Successor, folder: Path) -> str:
+        text = batch_script(
+            subject,
+            folder,
+            self.python,
+            self.parameters,
+            spares=self._room.spares,
+            outlives_nodes=self._room.outlives_nodes,
+        )
+        # A run that was made elsewhere has been looked at there.
+        found = None if self._found is None else refused(directives(text), self._found)
+        if found is not None:
+            raise SubmissionError(found.message, next_step=found.advice)
+        return text
+
+
+accept_slurm_names()

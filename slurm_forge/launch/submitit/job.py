@@ -1,0 +1,261 @@
+"""The checkpointable callable that submitit pickles: a pointer to the run and nothing else.
+
+The same callable runs under our executor (``cluster="forge"``, a supervisor conducts) and under the
+stock executors ``slurm``, ``local`` and ``debug`` (rank 0 conducts).  Everything that changes
+between attempts lives in the run directory: a requeue after a node failure runs the original
+pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from submitit.core.utils import DelayedSubmission
+
+from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.errors import ForgeError
+from slurm_forge.journal.events import VIA_THIS_MACHINE
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.attempt.attempt import (
+    Refusal,
+    begin,
+)
+from slurm_forge.launch.attempt.lifeline import (
+    Lifeline,
+)
+from slurm_forge.launch.attempt.unrecognized import (
+    note_unrecognized,
+)
+from slurm_forge.launch.submitit.embedded import (
+    Embedded,
+    Rendezvous,
+    await_rendezvous,
+    withdraw,
+)
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.signals import SAVE_SIGNALS
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment
+
+__all__ = ["ForgeJob"]
+
+#: The exit status by which submitit's local executor is asked to start the tasks again.
+_LOCAL_REQUEUE = 144
+
+
+@dataclass(frozen=True)
+class ForgeJob:
+    """What one of submitit's own executors submits: ``executor.submit(ForgeJob("runs/my-run"))``.
+
+    Attributes:
+        run: The run directory, which ``slurm-forge render`` has made.
+    """
+
+    #: Pickles outlive the place of this module: they name the public one.
+    __module__ = "slurm_forge"
+
+    run: str
+
+    def __call__(self) -> str:
+        """Be one rank of an attempt; submitit calls it in every task.
+
+        In a process of submitit's any other outcome than a finished run ends the process, after the
+        run was requeued or held.  In your own process (the debug executor) the run continues there.
+
+        Returns:
+            A line about the run, once it is finished.
+
+        Raises:
+            ForgeError: The run did not finish, and this is your own process.
+        """
+        run = RunDirectory.existing(self.run)
+        if run.is_done():
+            return _summary(run)
+        knobs = Knobs.from_environ(os.environ)
+        worker = importlib.import_module("slurm_forge.training.rank.main")
+        place = worker.place_from_environ(os.environ)
+        if knobs.channel is not None:
+            result = worker.run_rank(
+                run,
+                place,
+                channel=knobs.channel,
+                nonce=knobs.nonce,
+                launch_started=knobs.started,
+            )
+            return _ended(run, worker, result)
+        if not _in_process(os.environ):
+            lifeline = Lifeline.of_standard_input() if knobs.lifeline else None
+            return _Stock(run, worker, place, lifeline=lifeline).be_a_rank()
+        # Whatever surrounds the user's process (an interactive job, say) is not the run's.
+        with _signals_given_back(), _environment_given_back():
+            return _Stock(run, worker, worker.place_from_environ({}), in_process=True).be_a_rank()
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Submitit's protocol for a requeue: run the same pointer again.
+
+        Returns:
+            The submission of the same job; nothing is saved here.
+        """
+        return DelayedSubmission(self)
+
+
+class _Stock:
+    """A task under a stock executor, or (``in_process``) the user's own process."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        worker: Any,
+        place: Any,
+        *,
+        in_process: bool = False,
+        lifeline: Lifeline | None = None,
+    ) -> None:
+        self._run = run
+        self._worker = worker
+        self._place = place
+        self._key = f"{place.job}-{place.restart_count}"
+        self._in_process = in_process
+        self._lifeline = lifeline
+
+    def be_a_rank(self) -> str:
+        if self._place.rank == 0:
+            return self._host()
+        unwanted = (lambda: False) if self._lifeline is None else self._lifeline.is_cut
+        found = await_rendezvous(self._run, self._key, _answers, unwanted=unwanted)
+        if found is None:
+            return _summary(self._run)
+        result = self._worker.run_rank(
+            self._run,
+            self._place,
+            channel=found.channel,
+            nonce=found.nonce,
+            attempt=found.attempt,
+        )
+        return _ended(self._run, self._worker, result)
+
+    def _host(self) -> str:
+        """Rank 0: claim, conduct, and be a rank too."""
+        withdraw(self._run, self._key)
+        environment = SlurmEnvironment.from_environ(os.environ)
+        local = self._in_process or self._place.job.startswith("local-")
+        in_slurm = environment is not None and not local
+        begun = begin(
+            self._run,
+            job=self._place.job,
+            restart_count=self._place.restart_count,
+            nodes=environment.nodes if in_slurm and environment else (socket.gethostname(),),
+            via="submitit slurm" if in_slurm else VIA_THIS_MACHINE,
+            slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
+            unwanted="" if self._lifeline is None else self._lifeline.why_cut(),
+        )
+        if isinstance(begun, Refusal):
+            Rendezvous("", "", 0).publish(self._run, self._key)
+            return _summary(self._run, begun)
+        if in_slurm and environment:
+            note_unrecognized(begun, environment.unrecognized)
+        embedded = Embedded(
+            begun,
+            world_size=self._place.world_size,
+            job=self._place.job,
+            slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
+            requeue_exit_code=None if in_slurm else _LOCAL_REQUEUE,
+            leave=_raise_in_main if self._in_process else None,
+            lifeline=self._lifeline,
+        )
+        if begun.verdict is not None:
+            Rendezvous("", "", 0).publish(self._run, self._key)
+            embedded.carry_out(begun.verdict)
+            raise ForgeError(
+                f"{self._run.name} does not go on: {embedded.reason}",
+                next_step=f"slurm-forge explain {self._run.name}",
+            )
+        embedded.start()
+        embedded.rendezvous.publish(self._run, self._key)
+        result = self._worker.run_rank(
+            self._run,
+            self._place,
+            channel=embedded.rendezvous.channel,
+            nonce=embedded.rendezvous.nonce,
+            survives_abort=True,
+            attempt=embedded.rendezvous.attempt,
+        )
+        embedded.wait_over()
+        del result
+        if embedded.finished:
+            return _summary(self._run)
+        if embedded.code == _LOCAL_REQUEUE:  # any other process has ended
+            return self.be_a_rank()
+        raise ForgeError(
+            f"{self._run.name} did not finish: {embedded.reason}",
+            next_step=f"slurm-forge explain {self._run.name}",
+        )
+
+
+def _in_process(environ: Mapping[str, str]) -> bool:
+    """Whether this is the user's own process: the debug executor, or a plain call.
+
+    That executor sets its variable for ``job.result()`` and not for ``job.exception()``.
+    """
+    return "SUBMITIT_DEBUG_JOB_ID" in environ or "SUBMITIT_EXECUTOR" not in environ
+
+
+@contextlib.contextmanager
+def _signals_given_back() -> Iterator[None]:
+    """The user's process is to die of SIGTERM again once the run is over."""
+    handlers = [(number, signal.getsignal(number)) for number in SAVE_SIGNALS]
+    descriptor = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _environment_given_back() -> Iterator[None]:
+    """What the site and the job file set is the run's, not of what the user does afterwards."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _raise_in_main(code: int) -> None:
+    """The user's own process must not be ended: what is to be told, its main thread tells."""
+    del code
+
+
+def _answers(found: Rendezvous) -> bool:
+    hosts, port = parse_addresses(found.channel)
+    try:
+        connect(hosts, port, 2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _summary(run: RunDirectory, refusal: Refusal | None = None) -> str:
+    word = "finished" if refusal in (None, Refusal.DONE) else f"not started ({refusal.value})"
+    return f"{run.name}: {word}"
+
+
+def _ended(run: RunDirectory, worker: Any, result: Any) -> str:
+    """A rank that is not the conductor's: done, or gone without a result of its own."""
+    if result.outcome is worker.Outcome.FINISHED:
+        return _summary(run)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: submitit would pickle an error, and job.done() would stay "failed" for ever.
+    os._exit(1 if result.outcome is worker.Outcome.FAILED else 0)

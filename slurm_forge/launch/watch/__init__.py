@@ -1,0 +1,1 @@
+"""Looks after many runs from outside their jobs; called by ``watch``."""

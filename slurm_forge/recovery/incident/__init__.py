@@ -1,0 +1,1 @@
+"""Evidence of how a launch or an attempt ended becomes one incident.  Pure."""

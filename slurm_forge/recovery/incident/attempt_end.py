@@ -1,0 +1,191 @@
+"""How an attempt ended that could not say so itself: from what Slurm and the journal still know.
+
+Its supervisor was killed, its node was lost, or the power went.  Whoever starts next finds out, so
+that the end has a cause, and is charged to a budget like every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from slurm_forge.recovery.incident.launch_facts import (
+    RankFailure,
+)
+from slurm_forge.recovery.incident.slurm_evidence import (
+    BY_STATE,
+    of_node,
+)
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Incident
+
+__all__ = ["Ending", "cause_of_ending", "is_cancelled", "supervisor_lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is left of an attempt that ended without a word.
+
+    ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts, the
+    earliest first.  ``restart_count`` tells which of the job's starts the attempt was.
+    ``restarted``: the same job was started again, which Slurm does by itself after a preemption or
+    a node failure, else only where somebody asks for it.
+    """
+
+    restart_count: int
+    host: str
+    step: int | None = None
+    restarted: bool = False
+    record: JobRecord | None = None
+    rows: Sequence[AccountingRecord] = ()
+    nodes: Sequence[NodeRecord] = ()
+    notices: Sequence[str] = ()
+    #: What ranks, or their witnesses, had left behind.
+    left: Sequence[RankFailure] = ()
+
+
+def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
+    """The incident behind it, as far as anybody knows."""
+    cause, confidence, evidence = _judged(ending)
+    hosts: tuple[str, ...] = ()
+    failed = None if ending.record is None else ending.record.failed_node
+    if cause is Cause.NODE_FAIL:
+        hosts = (failed,) if failed else tuple(node.name for node in _gone(ending))
+    told = next((each for each in ending.left if each.cause is cause), None)
+    steps = [each.step for each in ending.left]
+    steps += [] if ending.step is None else [ending.step]
+    return Incident(
+        id=incident_id,
+        cause=cause,
+        confidence=confidence,
+        evidence=(*evidence, *_noticed(ending)),
+        step=max(steps, default=None) if told is None else told.step,
+        rank=None if told is None else told.rank,
+        hosts=hosts if told is None else (told.host,),
+    )
+
+
+def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
+    silence = Evidence("journal", f"the supervisor on {ending.host} ended without a word")
+    row = _row(ending)
+    # Who only lost a peer may have been the first to say so.
+    own = (each for each in ending.left if each.cause is not Cause.NCCL_ERROR)
+    told = next(own, next(iter(ending.left), None))
+    if told is not None and (row is None or row.state is JobState.FAILED):
+        words = Evidence(f"rank {told.rank} on {told.host}", told.text)
+        return told.cause, Confidence.LIKELY, (words, silence)
+    if row is not None and row.state in BY_STATE:
+        text = f"State={row.state_text}"
+        if row.exit_code is not None:
+            text += f" ExitCode={row.exit_code[0]}:{row.exit_code[1]}"
+        said = Evidence("sacct", text)
+        cause = BY_STATE[row.state]
+        sure = Confidence.LIKELY if cause is Cause.CRASH else Confidence.CERTAIN
+        of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
+        return cause, sure, (said, *of_nodes, silence)
+    record = ending.record
+    if record is not None and record.failed_node and ending.restarted:
+        said = Evidence("scontrol", f"FailedNode={record.failed_node}")
+        return Cause.NODE_FAIL, Confidence.LIKELY, (said, silence)
+    if _gone(ending):
+        return Cause.NODE_FAIL, Confidence.LIKELY, (*_of_nodes(ending), silence)
+    if ending.restarted:
+        # A plain end of the batch script is not followed by a start of the same job.
+        text = "Slurm started the same job again, and no record says why it ended"
+        cause = Cause.PREEMPTED if ending.notices else Cause.NODE_FAIL
+        return cause, Confidence.GUESS, (silence, Evidence("scontrol", text))
+    return Cause.UNKNOWN, Confidence.GUESS, (silence,)
+
+
+def _gone(ending: Ending) -> list[NodeRecord]:
+    """The nodes of the attempt that Slurm has given up."""
+    return [node for node in ending.nodes if node.is_down]
+
+
+def _of_nodes(ending: Ending) -> tuple[Evidence, ...]:
+    return tuple(Evidence("scontrol", of_node(node)) for node in _gone(ending))
+
+
+def _row(ending: Ending) -> AccountingRecord | None:
+    """The accounting of that very start, found by its number: clocks of nodes are not compared.
+
+    Slurm gives a job a new SubmitTime at each requeue (tried on 22.05.8 and 26.05.3).  Where the
+    last row has that of the job's record, it is the newest start's, and rows are counted back from
+    it: the oldest may be purged.  Otherwise the database lags behind, or the controller does not
+    know the job any more, and rows are counted from the first start on.
+    """
+    # Of a heterogeneous job there are rows of each component.
+    starts = [
+        row for row in ending.rows if row.step is None and row.job_id == ending.rows[0].job_id
+    ]
+    index, newest = ending.restart_count, ending.record
+    if (
+        newest is not None
+        # While a requeued job is completing, Restarts has gone up and SubmitTime has not.
+        and newest.state is not JobState.COMPLETING
+        and starts
+        and starts[-1].submit_time == newest.submit_time is not None
+    ):
+        index = len(starts) - 1 - (newest.restarts - ending.restart_count)
+    row = starts[index] if 0 <= index < len(starts) else None
+    return row if row is not None and row.state in BY_STATE else None
+
+
+def _noticed(ending: Ending) -> tuple[Evidence, ...]:
+    names = ", ".join(dict.fromkeys(ending.notices))
+    return (Evidence("signals", f"{names} had been seen"),) if names else ()
+
+
+def supervisor_lost(
+    record: JobRecord | None,
+    incident_id: str,
+    *,
+    host: str,
+    step: int | None,
+    restart_count: int,
+) -> Incident:
+    """Why the process in the batch step is gone, as a rank sees it that still lives.
+
+    ``record`` is what Slurm says of the job right then, ``restart_count`` of the start we are in.
+    """
+    seen = Evidence("control channel", f"the supervisor on {host} is gone without a word")
+    cause, confidence = Cause.CRASH, Confidence.LIKELY
+    evidence: tuple[Evidence, ...] = (seen,)
+    if record is not None:
+        text = f"JobState={record.state.value} Reason={record.reason}"
+        if record.exit_code is not None:
+            text += f" ExitCode={record.exit_code[0]}:{record.exit_code[1]}"
+        evidence = (seen, Evidence("scontrol", text))
+        again = record.restarts > restart_count
+        if record.preempt_time is not None:
+            cause, confidence = Cause.PREEMPTED, Confidence.CERTAIN
+        elif again and record.failed_node:
+            cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
+        elif again:
+            cause, confidence = Cause.ADMIN_REQUEUE, Confidence.LIKELY
+        elif is_cancelled(record):
+            cause, confidence = Cause.USER_CANCELLED, Confidence.LIKELY
+    return Incident(
+        id=incident_id, cause=cause, confidence=confidence, evidence=evidence, step=step
+    )
+
+
+def is_cancelled(record: JobRecord) -> bool:
+    """Whether Slurm ends the job because somebody wants it so, as far as its record tells.
+
+    While a job is ending it only reads COMPLETING.  A batch shell's own end is named as the reason
+    (tried on 22.05.8: JobLaunchFailure, ExitCode=0:9), a limit by the time.
+    """
+    if record.state is JobState.CANCELLED:
+        return True
+    if record.state is not JobState.COMPLETING or record.preempt_time is not None:
+        return False
+    by_itself = record.exit_code is not None and record.exit_code[1] not in (0, 15)
+    if by_itself or record.reason == "JobLaunchFailure":
+        return False
+    if record.limit_ends is None or record.end_time is None:
+        return True
+    return record.end_time < record.limit_ends - timedelta(seconds=2)

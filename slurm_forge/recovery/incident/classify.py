@@ -1,0 +1,228 @@
+"""From what was observed about a launch to one incident: cause, confidence, evidence.
+
+In the order of authority: what a person asked for, Slurm's records, a rank's own last words, the
+probe, Slurm's and the kernel's words about those that went without any, and last what was printed.
+"""
+
+from __future__ import annotations
+
+from slurm_forge.recovery.incident.launch_facts import (
+    LaunchFacts,
+    LostRank,
+    RankFailure,
+)
+from slurm_forge.recovery.incident.lost_nodes import (
+    vanished,
+)
+from slurm_forge.recovery.incident.rank_exits import (
+    first_lost,
+    launcher_killed,
+    of_a_silence,
+)
+from slurm_forge.recovery.incident.slurm_evidence import (
+    Judged,
+    by_srun_alone,
+    failed_nodes,
+    is_ending,
+    killed_for_memory,
+    node_lost,
+    of_a_stop,
+    says_why,
+)
+from slurm_forge.recovery.monitor.straggler_reports import (
+    in_words,
+)
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Incident
+
+__all__ = ["LaunchFacts", "LostRank", "RankFailure", "classify", "is_unexplained"]
+
+#: What a rank may say when a process of the launch, its own loader worker for one, was killed.
+_MAY_BE_MEMORY = frozenset({Cause.NCCL_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.HOST_OOM})
+#: Causes that lie with the node, or the process, of the rank that went first.
+_OF_A_RANK = frozenset({Cause.NODE_FAIL, Cause.CRASH, Cause.HOST_OOM, Cause.GPU_ERROR})
+_SHOWN_FOLLOWERS = 8
+
+
+def classify(facts: LaunchFacts, incident_id: str) -> Incident:
+    """The incident behind a launch that did not finish."""
+    cause, confidence, evidence = _judge(facts)
+    first = _first_failure(facts)
+    rank, hosts = _where(facts, cause, first)
+    return Incident(
+        id=incident_id,
+        cause=cause,
+        confidence=confidence,
+        evidence=(*evidence, *_followers(facts, rank)),
+        step=facts.stopped_at if facts.stopped_at is not None else _step(facts),
+        rank=rank,
+        hosts=hosts,
+        micro_batch=None if first is None else first.micro_batch,
+        usage_error=first is not None and first.usage_error and cause is first.cause,
+    )
+
+
+def _where(
+    facts: LaunchFacts, cause: Cause, first: RankFailure | None
+) -> tuple[int | None, tuple[str, ...]]:
+    """The rank and the hosts that the incident started on, where that is known."""
+    nodes, named = failed_nodes(facts), _named(facts)
+    # Who was named while the launch went on is, or is one of, those that are gone.
+    agree = not named or bool(named & set(nodes))
+    if cause is Cause.NODE_FAIL and nodes and facts.refused is None and agree:
+        on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
+        return (on_it[0] if on_it else None), nodes
+    refused = facts.refused
+    if refused is not None and cause is refused.cause:
+        return refused.rank, refused.hosts
+    stall = facts.stalled
+    if stall is not None and cause is stall.cause:
+        return (stall.late_ranks[0] if stall.late_ranks else None), _each_once(stall.late_hosts)
+    probe = facts.probe
+    if stall is None and probe is not None and cause is probe.cause:
+        return (probe.ranks[0] if probe.ranks else None), _each_once(probe.hosts)
+    if first is not None and cause is first.cause:
+        return (None, ()) if first.everybody else (first.rank, (first.host,))
+    if facts.straggler is not None and cause is Cause.STRAGGLER:
+        return facts.straggler.ranks[0], (facts.straggler.host,)
+    if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
+        return first.rank, (first.host,)
+    if facts.launcher_signal and _only_follows(first):
+        return None, ()
+    lost = first_lost(facts)
+    # A rank that gave up waiting for another says nothing against its own node.
+    if lost is not None and cause in _OF_A_RANK:
+        return lost.rank, (lost.host,)
+    return None, ()
+
+
+def _each_once(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Of several ranks of one host."""
+    return tuple(dict.fromkeys(hosts))
+
+
+def _step(facts: LaunchFacts) -> int | None:
+    if facts.stalled is not None:
+        return facts.stalled.step
+    if facts.probe is not None:
+        return facts.probe.step
+    first = _first_failure(facts)
+    return facts.furthest if first is None else first.step
+
+
+def _named(facts: LaunchFacts) -> set[str]:
+    """The hosts that were named while the launch went on."""
+    named = set() if facts.stalled is None else set(facts.stalled.late_hosts)
+    return named if facts.probe is None else named | set(facts.probe.hosts)
+
+
+def _first_failure(facts: LaunchFacts) -> RankFailure | None:
+    """The last words that count: not those of ranks whose peer had gone first."""
+    own = [each for each in facts.failures if each.cause is not Cause.NCCL_ERROR]
+    if facts.lost:
+        own = [each for each in own if not each.after_loss]
+        return own[0] if own else None
+    return next(iter(own or facts.failures), None)
+
+
+def _followers(facts: LaunchFacts, rank: int | None) -> tuple[Evidence, ...]:
+    """Who only lost a peer: told apart from the rank that it began with."""
+    if rank is None:
+        return ()
+    followed = sorted(
+        {
+            each.rank
+            for each in facts.failures
+            if each.rank != rank and (each.cause is Cause.NCCL_ERROR or each.after_loss)
+        }
+    )
+    if not followed:
+        return ()
+    shown = ", ".join(map(str, followed[:_SHOWN_FOLLOWERS]))
+    more = len(followed) - _SHOWN_FOLLOWERS
+    ranks = f"{shown} and {more} more" if more > 0 else shown
+    return (Evidence("followers", f"{'rank' if len(followed) == 1 else 'ranks'} {ranks}"),)
+
+
+def _judge(facts: LaunchFacts) -> Judged:
+    if facts.stop_file:
+        return Cause.STOP_REQUESTED, Confidence.CERTAIN, (Evidence("STOP", "the file exists"),)
+    if facts.stopped_by:
+        words = Evidence("starter", facts.stopped_by)
+        return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
+    heard = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
+    asked = heard or is_ending(facts)
+    explained = not facts.signalled_since or says_why(facts)
+    if asked:
+        from_slurm = of_a_stop(facts)
+        # Somebody may have cancelled a job that was preempted before.
+        cancelled = from_slurm is not None and from_slurm[0] is Cause.USER_CANCELLED
+        if from_slurm is not None and (cancelled or explained):
+            return from_slurm
+    if facts.batch_signals and (not explained or (facts.job is None and facts.job_now is None)):
+        return _not_known_yet(facts)  # whatever ranks say or do from here on follows from it
+    first = _first_failure(facts)
+    # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
+    silent = vanished(facts)
+    gone = silent and not killed_for_memory(facts) and not facts.lost
+    # Who can't reach the others hears nothing of them: then it is not they who are gone.
+    named = _named(facts)
+    if named and not named & set(silent):
+        gone = ()
+    if gone and (first is None or first.cause is Cause.NCCL_ERROR):
+        without = node_lost(facts)
+        if without is not None:
+            return without
+    if facts.refused is not None:
+        return facts.refused.cause, facts.refused.confidence, facts.refused.evidence
+    if facts.stalled is not None:  # what ranks say once they are ended follows from it
+        return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
+    if facts.probe is not None:
+        return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
+    if facts.launcher_signal and _only_follows(first):
+        killed = launcher_killed(facts)
+        if killed is not None:
+            return killed
+    if first is not None:
+        return _by_last_words(facts, first)
+    if facts.asked_again:
+        words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
+        return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
+    if facts.straggler is not None:
+        sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
+        return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
+    told = killed_for_memory(facts) or node_lost(facts)
+    unexplained = facts.stopped_at is not None or not (told or facts.failures)
+    if heard and unexplained and not by_srun_alone(facts):
+        return _not_known_yet(facts)
+    return of_a_silence(facts)
+
+
+def _not_known_yet(facts: LaunchFacts) -> Judged:
+    """A stop that nothing explains so far: treated as a preemption until Slurm says more."""
+    signals = ", ".join((*facts.rank_signals, *facts.batch_signals)) or "the end of the time"
+    if facts.signalled_since or (facts.job is None and facts.job_now is None):
+        text = f"{signals}; Slurm has not answered since, so the cause is not known yet"
+    else:
+        text = f"{signals} without anything in Slurm's records that explains it"
+    return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)
+
+
+def is_unexplained(incident: Incident) -> bool:
+    """Whether the launch was stopped, and nothing has explained by whom and why."""
+    return incident.cause is Cause.PREEMPTED and incident.confidence is Confidence.GUESS
+
+
+def _only_follows(first: RankFailure | None) -> bool:
+    """Whether no rank said more than that it has lost another one."""
+    return first is None or first.cause is Cause.NCCL_ERROR
+
+
+def _by_last_words(facts: LaunchFacts, first: RankFailure) -> Judged:
+    if first.everybody:
+        return first.cause, Confidence.CERTAIN, (Evidence("all ranks", first.text),)
+    words = Evidence(f"rank {first.rank} on {first.host}", first.text)
+    killed = killed_for_memory(facts)
+    if killed and first.cause in _MAY_BE_MEMORY:
+        return Cause.HOST_OOM, Confidence.LIKELY, (words, *killed)
+    return first.cause, Confidence.LIKELY, (words,)

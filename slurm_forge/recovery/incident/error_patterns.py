@@ -1,0 +1,140 @@
+"""Known texts of errors in what an exception says, or in the end of a log: text into a value.
+
+The table is ``known_errors`` and ``known_outside``.  That a text matches is an observation and no
+verdict: ``classify`` weighs it against everything else that was seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slurm_forge.recovery.incident.error_pattern import (
+    Pattern,
+)
+from slurm_forge.recovery.incident.local_errors import (
+    LOCAL_ERRORS,
+)
+from slurm_forge.recovery.incident.remote_errors import (
+    RANK_ERRORS,
+    SERVICE_ERRORS,
+)
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["KNOWN_ERRORS", "Match", "Pattern", "find_cause", "find_causes", "find_last"]
+
+#: In order of authority: the first row that matches is what ``find_cause`` tells.
+KNOWN_ERRORS: tuple[Pattern, ...] = (*LOCAL_ERRORS, *SERVICE_ERRORS, *RANK_ERRORS)
+
+#: What is looked at of a text, from its end.
+_LONGEST = 1 << 18
+#: A line is cut to this on each side of the words, and to the second figure for people.
+_LINE = 1000
+_SHOWN = 300
+_MOST_TRIES = 200
+
+# Python's tracebacks show source lines, indented, with the texts of errors that were not raised;
+# srun --label puts the rank in front.
+_SOURCE = re.compile(r"(?: {0,8}[0-9]{1,7}: ?)?(?: {4}|\t| {2}File \")")
+_OF_SLURM = re.compile(r"(?:srun|slurmstepd)[^:\s]{0,80}: ")
+# Words that make of what follows a guess of the program's, and of the whole line a passing trouble.
+_ADVICE = re.compile(
+    r"\b(?:might|may|could|can) (?:also )?be (?:also )?(?:caused by|due to)\b", re.I
+)
+_PASSING = re.compile(
+    r"\b(?:[Rr]etrying|[Ww]ill retry|[Rr]etry (?P<tried>[0-9]{1,4})/(?!(?P=tried)\b)[0-9]{1,4})\b"
+)
+# Whoever says so goes on.  "NCCL_DEBUG=INFO" is advice in errors of torch; of NCCL's own warnings
+# the table has those that are none.
+_GOES_ON = re.compile(
+    r"(?<!NCCL )\bWARN(?:ING)?\b|\b(?:User|Future|Deprecation|Runtime|Import)Warning\b"
+    r"|(?<!=)\bINFO\b|\[W(?:[0-9]{4})?[ \]]|: W tensorflow/"
+    r"|\b(?:[Ff]alling back|[Ff]all back|[Ss]kipp(?:ed|ing)|[Ii]gnor(?:ed|ing)|none found)\b"
+    r"|\bhandled\b|(?<!Watchdog )\bcaught\b|\busing [^\n]{1,200} instead\b"
+    r"|, (?:using|continuing|going on)\b|\b[Ii]f you see\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A known text: what it tells, a label of a few words, and the line it stands in.
+
+    ``follows``: who says so was hit by another rank's end, or waited for it in vain.
+    """
+
+    cause: Cause
+    label: str
+    text: str
+    follows: bool = False
+    #: How many lines stand behind it, those of srun and slurmstepd not counted.
+    behind: int = 0
+
+
+def find_cause(text: str) -> Match | None:
+    """The known text of the highest authority in ``text``; None where there is none."""
+    return next(_matches(text), None)
+
+
+def find_causes(text: str) -> tuple[Match, ...]:
+    """All kinds of known texts in ``text``, each once, those of the highest authority first."""
+    return tuple(_matches(text))
+
+
+def find_last(text: str, *, followers: bool = True) -> Iterator[Match]:
+    """The known texts, the last line of each kind, from the end of ``text`` backwards.
+
+    Of several in one line the one of the highest authority comes first.  Without ``followers``
+    those are left out who were only hit by the end of another.
+    """
+    text = text[-_LONGEST:]
+    found = []
+    for authority, pattern in enumerate(KNOWN_ERRORS):
+        if pattern.follows and not followers:
+            continue
+        last = _line_of(pattern, text, from_end=True)
+        if last is not None:
+            at, line = last
+            found.append((_line_begin(text, at), -authority, at, line, pattern))
+    for _, _, at, line, pattern in sorted(found, key=lambda each: each[:2], reverse=True):
+        yield Match(pattern.cause, pattern.label, line, pattern.follows, _lines_behind(text, at))
+
+
+def _lines_behind(text: str, at: int) -> int:
+    _, _, rest = text[at:].partition("\n")
+    return sum(1 for line in rest.split("\n") if line.strip() and not _OF_SLURM.match(line))
+
+
+def _matches(text: str) -> Iterator[Match]:
+    text = text[-_LONGEST:]
+    for pattern in KNOWN_ERRORS:
+        first = _line_of(pattern, text)
+        if first is not None:
+            yield Match(pattern.cause, pattern.label, first[1], pattern.follows)
+
+
+def _line_of(pattern: Pattern, text: str, *, from_end: bool = False) -> tuple[int, str] | None:
+    """The first line, or the last, that says it and means it, and where."""
+    all_of_it = re.finditer(pattern.words, text, re.M)
+    places = reversed(list(all_of_it)) if from_end else all_of_it
+    for tries, found in enumerate(places):
+        if tries == _MOST_TRIES:
+            return None
+        begin = _line_begin(text, found.start())
+        end = text.find("\n", found.end(), found.end() + _LINE)
+        line = text[begin : end if end >= 0 else found.end() + _LINE]
+        said = found.start() - begin
+        if _SOURCE.match(line) or _PASSING.search(line) or _ADVICE.search(line, 0, said):
+            continue
+        if _GOES_ON.search(line):
+            continue
+        if pattern.unless is not None and re.search(pattern.unless, line):
+            continue
+        shown = line[max(0, min(said, len(line) - _SHOWN)) :] if len(line) > _SHOWN else line
+        return found.start(), " ".join(shown[:_SHOWN].split())
+    return None
+
+
+def _line_begin(text: str, position: int) -> int:
+    earliest = max(0, position - _LINE)
+    return max(text.rfind("\n", earliest, position) + 1, earliest)

@@ -1,0 +1,209 @@
+"""What the end of an output says of why its process went: the words that came last, not the worst.
+
+Programs print a lot that only looks like an error: what is not there and not needed, what they
+could do without.  So an uncaught exception speaks for itself, a crash for what stands right before
+it, and else the last known text counts.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slurm_forge.recovery.incident.crash_dumps import (
+    Dump,
+    Traceback,
+    find_dump,
+    find_tracebacks,
+)
+from slurm_forge.recovery.incident.error_patterns import (
+    Match,
+    find_cause,
+    find_last,
+)
+from slurm_forge.vocabulary.cause import Cause, Confidence
+
+__all__ = ["MISTAKES", "OutputEnd", "even_of_a_mistake", "judge_end", "reruns_of_megatron"]
+
+#: Types that Python and programs raise for mistakes: their texts are anybody's.
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+#: What a job is held for, or a node left out: an old line is not enough for it.
+_HOLDS_OR_STRIKES = frozenset(
+    {Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD, Cause.GPU_ERROR, Cause.NODE_FAIL}
+)
+#: Nothing that is missing, or does not fit, lets a process crash later on.
+_NO_CRASH = frozenset({Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD})
+#: Lines: what stands right before an end, what an exception may be followed by (the farewells of
+#: libraries, the rest of its text), and what is looked at of a crash.
+_NEAR = 20
+_STILL_THE_END = 60
+_OF_A_DUMP = 40
+_MOST_OF_A_TEXT = 6
+
+# From 25.05 on slurmstepd writes the time instead of its name.
+_OF_SLURM = re.compile(r"(?:(?:srun|slurmstepd)[^:\s]{0,80}:|\[[0-9T:.-]{19,30}\] error:) ")
+#: What starts processes says that one failed: the reason stands before it.
+_OF_A_STARTER = re.compile(r"(?:[\w.]{1,100}\.)?(?:ChildFailedError|SignalException)\b")
+_OURS = re.compile(r"slurm_forge\.errors\.(\w{1,60})")
+_OUR_CAUSES = {
+    "MismatchError": Cause.ENV_MISMATCH,
+    "CheckpointMissingError": Cause.CHECKPOINT_BAD,
+    "CheckpointError": Cause.STORAGE,
+}
+_OUR_FOLLOWERS = frozenset({"RanksLostError", "ControlChannelError"})
+_MISSING_IN = re.compile(r"ModuleNotFoundError: No module named '\w{1,100}\.")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3")
+#: megatron/core/rerun_state_machine.py, of Megatron-LM.
+_RERUNS = re.compile(
+    r"rerun_state_machine|unexpected result is (?:not )?reproducible"
+    r"|Possible (?:transient|persistent) error!"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEnd:
+    """What an output's end tells: a cause, how surely, and the words it rests on."""
+
+    cause: Cause
+    confidence: Confidence
+    text: str
+
+
+def judge_end(
+    text: str, *, shared: bool, by_signal: bool, aborted: bool, said: Sequence[str] = ()
+) -> OutputEnd | None:
+    """Why a process that printed this went without last words; None where the text does not tell.
+
+    ``shared``: other ranks print there too, and say what the loss of this one did to them; ``said``
+    is what ranks said of themselves, as ``Type: text``.  ``by_signal``, ``aborted``: how it ended.
+    """
+    trace, behind = _uncaught(text, shared=shared, said=said)
+    dump = find_dump(text)
+    if dump is not None and (trace is None or dump.at >= trace.at):
+        known = _of_a_dump(text, dump, shared=shared, aborted=aborted)
+        if known is not None:
+            return OutputEnd(known.cause, Confidence.LIKELY, known.text)
+        # An exception that nobody caught often ends in an abort of what it left behind.
+        if trace is None or _lines(text[trace.end : dump.at]) > _NEAR:
+            return None
+    if trace is not None and behind <= _STILL_THE_END:
+        told = _of_an_exception(text, trace)
+        crashed = by_signal or (dump is not None and dump.at >= trace.at)
+        return None if crashed and told.cause in _NO_CRASH else told
+    for known in _last_words(text, shared=shared, aborted=aborted):
+        near = known.behind <= _NEAR
+        if near or known.cause not in _HOLDS_OR_STRIKES:
+            sure = Confidence.LIKELY if near else Confidence.GUESS
+            return OutputEnd(known.cause, sure, known.text)
+    return None
+
+
+def _uncaught(text: str, *, shared: bool, said: Sequence[str]) -> tuple[Traceback | None, int]:
+    """The last traceback that may tell why, and how many lines stand behind it.
+
+    Left out are those of ranks that only lost another one, and the lines of these are not counted.
+    """
+    end, behind = len(text), 0
+    for trace in find_tracebacks(text):
+        behind += _lines(text[trace.end : end])
+        end = trace.at
+        if trace.in_passing or _OF_A_STARTER.match(trace.error):
+            continue
+        if shared and (_follows(trace.error) or _has_been_said(trace.error, said)):
+            continue
+        return trace, behind
+    return None, 0
+
+
+def _follows(error: str) -> bool:
+    ours = _OURS.match(error)
+    if ours is not None:
+        return ours[1] in _OUR_FOLLOWERS
+    known = find_cause(error)
+    return known is not None and known.follows
+
+
+def _has_been_said(error: str, said: Sequence[str]) -> bool:
+    kind, _, words = error.partition(": ")
+    bare = f"{kind.rpartition('.')[2]}: {words}".rstrip(" .:,;")[:80]
+    return any(each.startswith(bare) for each in said)
+
+
+def _of_an_exception(text: str, trace: Traceback) -> OutputEnd:
+    """By the line of the exception alone, as a rank judges its own by type and text."""
+    shown = f"{trace.error} ({trace.frame})" if trace.frame else trace.error
+    return OutputEnd(_cause_of(text, trace), Confidence.LIKELY, shown)
+
+
+def _cause_of(text: str, trace: Traceback) -> Cause:
+    error = trace.error
+    ours = _OURS.match(error)
+    if ours is not None:
+        return _OUR_CAUSES.get(ours[1], Cause.APP_ERROR)
+    known = find_cause(error)
+    if known is None:
+        return Cause.APP_ERROR
+    kind = getattr(builtins, error.partition(":")[0], None)
+    if isinstance(kind, type) and issubclass(kind, MISTAKES) and not even_of_a_mistake(known):
+        return Cause.APP_ERROR
+    if _MISSING_IN.match(error) and not _INSTALLED.search(trace.innermost):
+        return Cause.APP_ERROR  # the package is there, and imported by the user's own
+    if error.startswith("ConnectionResetError") and "multiprocessing" in trace.innermost:
+        return Cause.CRASH  # a process of this very program
+    if known.cause is Cause.NCCL_ERROR:
+        # NCCL only passes on what CUDA said, a few lines on.
+        rest = "\n".join(text[trace.end :].split("\n")[1 : 1 + _MOST_OF_A_TEXT])
+        inner = find_cause(rest)
+        if inner is not None and inner.cause in {Cause.CUDA_OOM, Cause.GPU_ERROR, Cause.APP_ERROR}:
+            return inner.cause
+    return known.cause
+
+
+def even_of_a_mistake(known: Match) -> bool:
+    """Whether a text is so much a library's own that it counts whatever type it is raised with."""
+    return known.cause is Cause.NON_FINITE or "memory for the cache blocks" in known.text
+
+
+def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[Match]:
+    """From the last one backwards; in a shared output none of who only lost another rank.
+
+    Who was aborted was so by a watchdog that had waited in vain, if one says so.
+    """
+    for known in find_last(text, followers=not shared or aborted):
+        if not shared or not _follows(known.text) or (aborted and known.cause is Cause.HANG):
+            yield known
+
+
+def _of_a_dump(text: str, dump: Dump, *, shared: bool, aborted: bool) -> Match | None:
+    """What the crash itself says, else the lines right before it."""
+    own = "\n".join(text[dump.at :].split("\n")[:_OF_A_DUMP])
+    before = "\n".join(text[: dump.at].splitlines()[-_NEAR:])
+    # That NCCL's watchdog ends the process says nothing of what it saw before.
+    said = next(_last_words(own, shared=shared, aborted=aborted), None)
+    if said is not None and said.cause is not Cause.NCCL_ERROR:
+        return said
+    weak = _NO_CRASH | {Cause.NCCL_ERROR}
+    earlier = _last_words(before, shared=shared, aborted=aborted)
+    return next((each for each in earlier if each.cause not in weak), said)
+
+
+def _lines(text: str) -> int:
+    lines = text.split("\n")[1:]
+    return sum(1 for line in lines if line.strip() and not _OF_SLURM.match(line))
+
+
+def reruns_of_megatron(text: str) -> bool:
+    """Whether Megatron has computed a result again: then its exit codes 16 and 17 are its own."""
+    return _RERUNS.search(text) is not None

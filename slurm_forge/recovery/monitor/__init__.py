@@ -1,0 +1,1 @@
+"""Verdicts during a launch: stalls, probes, stragglers, trends, preflight.  Pure."""

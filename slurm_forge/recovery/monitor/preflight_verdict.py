@@ -1,0 +1,236 @@
+"""What was found on nodes before a launch: who is refused, why, and how sure that is.  Pure.
+
+Refused is only what is bad on a minority.  What is the same everywhere is told, and the launch
+goes on: it is the program, its environment or the cluster, which another node would not change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from slurm_forge.control.messages.preflight import (
+    Check,
+    NodeReport,
+    Thoroughness,
+    Verdict,
+)
+from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.monitor.isolation import (
+    Isolated,
+    Why,
+)
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.decision import Start
+
+__all__ = ["Refusal", "oddities", "of_collectives", "of_reports", "of_silence", "thoroughness"]
+
+#: Checks that say something about a node whatever the others say, and their cause.
+_ABSOLUTE = {
+    "gpu computes": Cause.GPU_ERROR,
+    "gpu memory": Cause.GPU_ERROR,
+    "gpu health": Cause.GPU_ERROR,
+    "cpu computes": Cause.NODE_FAIL,
+}
+#: Checks that are bad where the same thing works elsewhere.
+_COMPARED = {
+    "gpu": Cause.GPU_ERROR,
+    "storage": Cause.NODE_FAIL,
+    "lock": Cause.NODE_FAIL,
+    "versions": Cause.NODE_FAIL,
+    "answer": Cause.HANG,
+}
+_CLOCK_APART_S = 5.0
+#: After what a relaunch on the same nodes looks at them again as closely as at new ones.
+_SUSPICIOUS = frozenset(
+    {Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.GPU_ERROR, Cause.NODE_FAIL, Cause.STORAGE}
+)
+_MOST_TOLD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a launch does not go on, and the hosts that it is to go on without.
+
+    ``rank`` is one that speaks for the first of them.
+    """
+
+    cause: Cause
+    confidence: Confidence
+    hosts: tuple[str, ...]
+    evidence: tuple[Evidence, ...]
+    rank: int | None = None
+
+
+def thoroughness(enabled: bool, start: Start, state: RunState) -> Thoroughness:
+    """How closely the nodes of the next launch are looked at.
+
+    All of it at a cold start, which one on other nodes always is, and after what may lie with a
+    node; after an error of the program, what costs next to nothing.
+    """
+    if not enabled:
+        return Thoroughness.OFF
+    attempt = state.attempts[-1] if state.attempts else None
+    if attempt is None or start is Start.COLD or not attempt.incidents:
+        return Thoroughness.FULL
+    _, last = attempt.incidents[-1]
+    return Thoroughness.FULL if last.cause in _SUSPICIOUS else Thoroughness.CHEAP
+
+
+def of_reports(reports: Iterable[NodeReport]) -> Refusal | None:
+    """Whether what ranks found on their nodes speaks against a minority of them."""
+    told = tuple(reports)
+    hosts = tuple(dict.fromkeys(report.host for report in told))
+    bad: defaultdict[str, dict[str, tuple[NodeReport, Check]]] = defaultdict(dict)
+    for report in told:
+        for check in report.checks:
+            if check.verdict is Verdict.BAD:
+                bad[check.name].setdefault(report.host, (report, check))
+    for name, found in _other_versions(told).items():
+        bad[name].update(found)
+    for name, cause in (_ABSOLUTE | _COMPARED).items():
+        found = bad.get(name, {})
+        if not _is_minority(len(found), len(hosts), alone=name in _ABSOLUTE):
+            continue
+        return Refusal(
+            cause=cause,
+            confidence=Confidence.LIKELY,
+            hosts=tuple(sorted(found)),
+            evidence=_evidence(
+                (report.rank, host, f"{name}: {check.text}")
+                for host, (report, check) in found.items()
+            ),
+            rank=min(report.rank for report, _ in found.values()),
+        )
+    return None
+
+
+def of_collectives(
+    found: Isolated,
+    ranks: Mapping[str, int],
+    seen: Mapping[str, str],
+    hosts: int,
+    *,
+    slow: bool = False,
+) -> Refusal | None:
+    """Whether the search for who spoils a collective has found a minority.
+
+    ``ranks`` is the first rank of each host, ``seen`` what the last failure looked like there.
+    ``slow``: collectives come, but far slower than the site says that they do.
+    """
+    if found.why is not Why.FOUND:
+        return None
+    cause, confidence = Cause.NCCL_ERROR, Confidence.GUESS
+    if _is_minority(len(found.nodes), hosts):
+        named = found.nodes
+        if not slow:  # it failed beside several others, each of which works
+            cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
+        how = "every collective with it is slow" if slow else "no collective with it works"
+        told = [(ranks.get(h), h, f"{how}{_how(seen, h)}") for h in named]
+    elif found.links and not found.nodes:
+        # Either end may be it: half a strike for both, and whichever is left out will do.
+        named = tuple(sorted({host for link in found.links for host in link}))
+        if not _is_minority(len(named), hosts):
+            named = tuple(sorted({second for _, second in found.links}))
+        how = "slow together" if slow else "they don't reach each other"
+        told = [
+            (ranks.get(a), f"{a} with {b}", f"{how}, each works with others{_how(seen, a)}")
+            for a, b in found.links
+        ]
+    else:
+        return None
+    return Refusal(
+        cause=cause,
+        confidence=confidence,
+        hosts=named,
+        evidence=_evidence(told),
+        rank=min((ranks[host] for host in named if host in ranks), default=None),
+    )
+
+
+def of_silence(
+    silent: Mapping[int, str], hosts: int, waited: timedelta, *, frozen: bool
+) -> Refusal | None:
+    """Whether ranks (with their hosts) that are waited for in vain are a minority.
+
+    ``frozen``: nothing is heard of them at all, though they had joined.
+    """
+    named = tuple(sorted(set(silent.values())))
+    # Of half and more it is rather our own node that is cut off; of two it can't be told.
+    if not named or not (2 * len(named) < hosts or (len(named), hosts) == (1, 2)):
+        return None
+    what = "joined, and has said nothing since" if frozen else "has not come"
+    text = f"{what}, while all others have looked at their nodes for {waited.total_seconds():.0f} s"
+    return Refusal(
+        cause=Cause.HANG,
+        confidence=Confidence.LIKELY if frozen else Confidence.GUESS,
+        hosts=named,
+        evidence=_evidence((rank, host, text) for rank, host in silent.items()),
+        rank=min(silent),
+    )
+
+
+def oddities(reports: Iterable[NodeReport], ahead: Mapping[int, float]) -> tuple[str, ...]:
+    """What is told and nothing is done about, a line each; the same on many hosts is one line.
+
+    ``ahead`` is by how many seconds the clock of each rank's host is ahead of ours.
+    """
+    told = tuple(reports)
+    lines: defaultdict[str, list[str]] = defaultdict(list)
+    differ = len({(report.python, report.torch) for report in told}) > 1
+    for report in told:
+        if differ:
+            lines[f"versions: python {report.python}, torch {report.torch}"].append(report.host)
+        for check in report.checks:
+            if check.verdict in (Verdict.ODD, Verdict.BAD):
+                lines[f"{check.name}: {check.text}"].append(report.host)
+        apart = ahead.get(report.rank, 0.0)
+        if abs(apart) > _CLOCK_APART_S:
+            side = "ahead" if apart > 0 else "behind"
+            lines[f"clock {abs(apart):.0f} s {side}"].append(report.host)
+    return tuple(f"{_named(hosts)}: {text}" for text, hosts in lines.items())
+
+
+def _named(hosts: Sequence[str]) -> str:
+    names = tuple(dict.fromkeys(hosts))
+    more = len(names) - _MOST_TOLD
+    return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")
+
+
+def _other_versions(
+    reports: Sequence[NodeReport],
+) -> dict[str, dict[str, tuple[NodeReport, Check]]]:
+    """Who runs another python or torch than most."""
+    on_hosts = {(each.host, each.python, each.torch) for each in reports}
+    versions = Counter((python, torch) for _, python, torch in on_hosts)
+    if len(versions) < 2:
+        return {}
+    ((usual, count),) = versions.most_common(1)
+    if 2 * count <= len({host for host, _, _ in on_hosts}):
+        return {}  # of two that differ nobody can tell which is the odd one
+    found: dict[str, tuple[NodeReport, Check]] = {}
+    for each in reports:
+        if (each.python, each.torch) != usual:
+            text = f"python {each.python}, torch {each.torch}; others have {usual[0]}, {usual[1]}"
+            check = Check(name="versions", verdict=Verdict.BAD, text=text)
+            found.setdefault(each.host, (each, check))
+    return {"versions": found}
+
+
+def _is_minority(bad: int, hosts: int, *, alone: bool = False) -> bool:
+    """Whether so many of the hosts can be to blame; ``alone``: there need be no other."""
+    return bad > 0 and ((2 * bad <= hosts and bad < hosts) or (alone and hosts == 1))
+
+
+def _how(seen: Mapping[str, str], host: str) -> str:
+    return f" ({seen[host]})" if seen.get(host) else ""
+
+
+def _evidence(told: Iterable[tuple[int | None, str, str]]) -> tuple[Evidence, ...]:
+    lines = [
+        Evidence("preflight", f"{host}{'' if rank is None else f' (rank {rank})'}: {text}")
+        for rank, host, text in told
+    ]
+    return tuple(lines[:_MOST_TOLD])

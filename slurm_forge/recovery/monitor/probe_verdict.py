@@ -1,0 +1,457 @@
+"""What becomes of a probe, and of ranks that fall silent: pure, from what the hub has heard.
+
+``weigh_silence`` looks at heartbeats and witnesses, all the time; ``weigh_probe`` at a probe under
+way.  Slow is not dead: a rank that talks is late at most, and how long it may stay where it is, is
+the watchdog's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from slurm_forge.recovery.monitor.phase_durations import (
+    Rules,
+)
+from slurm_forge.recovery.monitor.rank_phrases import (
+    FROZEN_WORDS,
+    SHOWN,
+    some_ranks,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    longest_excuse,
+)
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+
+__all__ = [
+    "NOTHING",
+    "SUSPENDED",
+    "AskNetwork",
+    "Fine",
+    "Flight",
+    "Found",
+    "Nothing",
+    "Off",
+    "ProbeRules",
+    "RankSeen",
+    "Suspended",
+    "blamed",
+    "weigh_probe",
+    "weigh_silence",
+]
+
+#: Whoever was heard within this time talks: heartbeats and pulses come every second.
+FRESH_S = 2.5
+#: A process that can't say anything by itself: stopped, dead and not reaped.
+_STOPPED = frozenset("TZX")
+_TRACED = "t"
+_IN_KERNEL = "D"
+#: A rank that talks but does not come may be in a long step: up to so many deadlines.
+_PATIENCE = 10.0
+#: A rank and its witness may both be silent because packets are lost: twice as long.
+_DARK = 2.0
+#: Steps that all must have done behind a probe for training to go on beside it.
+_GOES_ON = 2
+_PLAIN = frozenset({"train", "data"})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRules:
+    """How long a rank may be silent, and a probe under way; ``hang`` are the watchdog's."""
+
+    silence: timedelta
+    deadline: timedelta
+    hang: Rules | None = None
+
+    def patience(self, limit: float) -> float:
+        """Seconds for one that talks, and may compute or compile: never less than the watchdog
+        grants it, which looks at its stacks.
+        """
+        own = _PATIENCE * self.deadline.total_seconds()
+        if self.hang is None:
+            return own
+        return max(own, longest_excuse(self.hang, timedelta(seconds=limit)).total_seconds())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeen:
+    """A rank as the hub knows it; times are seconds before now.
+
+    ``silent`` is since the rank itself was heard, ``witness`` since its witness was, None where it
+    has none.  ``state`` is the kernel's letter for its process, as the witness said last.
+    ``since``: in a stretch of this ``kind``, which may last ``limit`` by what was learned.
+    """
+
+    rank: int
+    host: str
+    silent: float
+    witness: float | None = None
+    state: str = ""
+    step: int = 0
+    phase: str = "train"
+    kind: str = "train"
+    since: float = 0.0
+    limit: float = 600.0
+
+    @property
+    def talks(self) -> bool:
+        """Whether it has been heard just now, and has not been stopped since."""
+        return self.silent < FRESH_S and not (self.watched and self.state in _STOPPED)
+
+    @property
+    def watched(self) -> bool:
+        """Whether its witness has been heard just now."""
+        return self.witness is not None and self.witness < FRESH_S
+
+    @property
+    def runs(self) -> bool:
+        """Whether its witness sees it live and not stopped, whatever it says itself."""
+        return self.watched and self.state not in _STOPPED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A probe under way, as far as ranks have said.  Times are of the hub's clock.
+
+    ``latency`` and ``bandwidth`` (bytes per second, 0 unknown) and ``wrong`` by the rank that said
+    so, ``broke`` the texts of errors.  ``step`` is the furthest at the last arrival.
+    """
+
+    asked: float
+    arrived: Mapping[int, float] = field(default_factory=dict)
+    latency: Mapping[int, float] = field(default_factory=dict)
+    bandwidth: Mapping[int, float] = field(default_factory=dict)
+    wrong: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    broke: Mapping[int, str] = field(default_factory=dict)
+    step: int = 0
+    gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """Nothing to be done yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """Nobody talks: the job is suspended, or we are; everybody's clock begins anew."""
+
+
+NOTHING, SUSPENDED = Nothing(), Suspended()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fine:
+    """All answered with the right values.
+
+    ``latency_s`` is from the last arrival on, ``bandwidth`` in bytes per second (0 unknown),
+    ``arrivals`` by rank, on the hub's clock.
+    """
+
+    latency_s: float
+    bandwidth: float
+    arrivals: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The launch is not well: who is to blame, as far as that can be told, and on what evidence.
+
+    ``silent``: for saying nothing, which is given up if one of them talks again.  ``wrong``: for
+    values that arrived changed.
+    """
+
+    cause: Cause
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    step: int
+    confidence: Confidence
+    evidence: tuple[Evidence, ...]
+    silent: bool = False
+    wrong: bool = False
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskNetwork:
+    """Whether links are bad decides; ``otherwise`` is the verdict where none is."""
+
+    otherwise: Found | Off | Nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Off:
+    """The probe is broken by itself: no probes any more in this launch.
+
+    ``goes_on``: all ranks were seen to take steps behind it, so that links can't be that bad.
+    """
+
+    why: str
+    goes_on: bool = False
+
+
+def weigh_silence(
+    seen: Sequence[RankSeen], rules: ProbeRules
+) -> Nothing | Suspended | Found | AskNetwork:
+    """Whether ranks that say nothing are stopped or gone, while others talk.
+
+    Nobody is judged while a debugger holds one of them, nor while others have just fallen silent
+    too.  Who is silent while its witness sees it run holds the interpreter's lock, and is left to
+    the watchdog; so is a launch of which nobody talks for that reason: it is not suspended.
+    """
+    limit = rules.silence.total_seconds()
+    if seen and not any(each.talks for each in seen):
+        return NOTHING if any(each.runs for each in seen) else SUSPENDED
+    quiet = [each for each in seen if each.silent >= limit]
+    if not quiet or any(each.watched and each.state == _TRACED for each in seen):
+        return NOTHING
+    longest = max(each.silent for each in quiet)
+    if longest < 2 * limit and any(FRESH_S <= each.silent < limit for each in seen):
+        return NOTHING  # somebody else is just falling silent, or waking up
+    deadline = max(2 * limit, rules.deadline.total_seconds())
+    stopped = [
+        each
+        for each in quiet
+        if each.watched
+        and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent >= deadline))
+    ]
+    if stopped and (_is_minority(stopped, seen) or longest >= deadline):
+        return _silent_found(stopped, seen, Confidence.LIKELY)
+    dark = [
+        each
+        for each in quiet
+        if min(each.silent if each.witness is None else each.witness, each.silent) >= _DARK * limit
+    ]
+    if not dark:
+        return NOTHING
+    # A host that is cut off is known by its links; one that only computes too much, or swaps, has
+    # processes that are as silent for a while, and a kernel that answers.
+    if longest < deadline:
+        return AskNetwork(NOTHING)
+    # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
+    if _is_minority([each for each in quiet if not each.watched], seen):
+        two = len({each.host for each in seen}) == 2
+        # Of two hosts either may be the one that is cut off.
+        confidence = Confidence.GUESS if two else Confidence.LIKELY
+        return AskNetwork(_silent_found(dark, seen, confidence))
+    text = (
+        f"{some_ranks([each.rank for each in dark])} silent for {longest:.0f} s, most of the launch"
+    )
+    return AskNetwork(
+        Found(
+            cause=Cause.HANG,
+            ranks=(),
+            hosts=(),
+            step=max(each.step for each in seen),
+            confidence=Confidence.GUESS,
+            evidence=(Evidence("heartbeat", text),),
+            silent=True,
+        )
+    )
+
+
+def weigh_probe(
+    flight: Flight, seen: Sequence[RankSeen], rules: ProbeRules, now: float
+) -> Nothing | Fine | Found | AskNetwork | Off:
+    """What a probe under way has come to; silence is not judged here."""
+    ranks = [each.rank for each in seen]
+    if flight.latency and len(flight.latency) == len(ranks):
+        return _complete(flight, seen)
+    if flight.broke:
+        return _broken(flight, seen, now)
+    deadline = rules.deadline.total_seconds()
+    missing = [each for each in seen if each.rank not in flight.arrived]
+    if missing:
+        since = now - min(flight.arrived.values(), default=flight.asked)
+        return _not_come(flight, missing, since, rules, seen)
+    since = now - max(flight.arrived.values())
+    if since < deadline:
+        return NOTHING
+    return _overdue(flight, seen, since, deadline)
+
+
+def blamed(wrong: Mapping[int, tuple[int, ...]], world: int) -> tuple[tuple[int, ...], bool]:
+    """Whose values are wrong, by what each rank read; whether all but few agree on it.
+
+    A value that is wrong at most ranks was sent wrong; one that is wrong at few was received wrong
+    there.
+    """
+    readers: dict[int, list[int]] = {}
+    for reader, sent in wrong.items():
+        for sender in sent:
+            readers.setdefault(sender, []).append(reader)
+    senders = sorted(each for each, by in readers.items() if 2 * len(by) > world)
+    if senders:
+        agreed = world > 2 and all(len(readers[each]) >= world - 1 for each in senders)
+        return tuple(senders), agreed
+    return tuple(sorted({reader for by in readers.values() for reader in by})), False
+
+
+# -- a probe under way -----------------------------------------------------------------------------
+
+
+def _complete(flight: Flight, seen: Sequence[RankSeen]) -> Fine | Found:
+    wrong = {reader: sent for reader, sent in flight.wrong.items() if sent}
+    if not wrong:
+        measured = [each for each in flight.bandwidth.values() if each > 0]
+        return Fine(
+            # Who came last waited for nobody.
+            latency_s=min(flight.latency.values()),
+            bandwidth=min(measured, default=0.0),
+            arrivals=dict(sorted(flight.arrived.items())),
+        )
+    ranks, agreed = blamed(wrong, len(seen))
+    evidence = [
+        Evidence(
+            "probe",
+            f"values of {some_ranks(ranks)} arrived changed, "
+            f"read by {some_ranks(sorted(wrong))} of {len(seen)}",
+        )
+    ]
+    few = [each for each in seen if each.rank in ranks]
+    if not _is_minority(few, seen):
+        evidence.append(Evidence("probe", "too many to blame one: suspect what joins them"))
+        few = []
+    return Found(
+        cause=Cause.NCCL_ERROR,
+        ranks=tuple(each.rank for each in few),
+        hosts=tuple(each.host for each in few),
+        step=max(each.step for each in seen),
+        confidence=Confidence.CERTAIN if agreed and few else Confidence.LIKELY,
+        evidence=tuple(evidence),
+        wrong=True,
+    )
+
+
+def _broken(flight: Flight, seen: Sequence[RankSeen], now: float) -> Nothing | AskNetwork:
+    """Its group raised an error: a peer is gone, which is noticed by itself, or a link."""
+    rank, text = min(flight.broke.items())
+    if not flight.gpu:
+        return AskNetwork(Off(f"rank {rank}: {text}"))
+    return AskNetwork(
+        Found(
+            cause=Cause.NCCL_ERROR,
+            ranks=(),
+            hosts=(),
+            step=max(each.step for each in seen),
+            confidence=Confidence.LIKELY,
+            evidence=(Evidence(f"probe, rank {rank}", text),),
+        )
+    )
+
+
+def _not_come(
+    flight: Flight,
+    missing: Sequence[RankSeen],
+    since: float,
+    rules: ProbeRules,
+    seen: Sequence[RankSeen],
+) -> Nothing | Found | AskNetwork:
+    """They talk: a matter for the watchdog, until patience is at its end."""
+    deadline = rules.deadline.total_seconds()
+    late = [each for each in missing if each.phase in _PLAIN and each.since > each.limit]
+    if len(late) < len(missing) or since < max(rules.patience(each.limit) for each in late):
+        # Where links are bad the step before may take for ever, while everybody talks.
+        plain = all(each.phase in _PLAIN for each in seen)
+        return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
+    named = late if _is_minority(late, seen) else []
+    lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, seen)}")]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
+    return Found(
+        cause=Cause.HANG,
+        ranks=tuple(each.rank for each in named),
+        hosts=tuple(each.host for each in named),
+        step=max(each.step for each in seen),
+        confidence=Confidence.LIKELY,
+        evidence=tuple(lines),
+    )
+
+
+def _overdue(
+    flight: Flight, seen: Sequence[RankSeen], since: float, deadline: float
+) -> Nothing | AskNetwork:
+    """All have issued it and it does not end.
+
+    Where it runs on the CPU and training goes on, it is the probe that is broken.  On a GPU it
+    waits for the work before it, which may take as long as a step.
+    """
+    left = [each for each in seen if each.rank not in flight.latency]
+    goes_on = min(each.step for each in seen) >= flight.step + _GOES_ON
+    if goes_on and not flight.gpu:
+        why = f"it did not end within {since:.0f} s, and training goes on"
+        return AskNetwork(Off(why, goes_on=True))
+    patience = _PATIENCE * deadline
+    if flight.gpu:
+        patience = max(deadline, *(each.limit for each in seen))
+    if since < patience or any(each.phase not in _PLAIN for each in seen):
+        return AskNetwork(NOTHING)
+    named = left if 2 * len(left) < len(seen) and _is_minority(left, seen) else []
+    lines = [
+        Evidence("probe", f"all arrived, and after {since:.0f} s it was not over on {_named(left)}")
+    ]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in left[:SHOWN]]
+    return AskNetwork(
+        Found(
+            cause=Cause.HANG,
+            ranks=tuple(each.rank for each in named),
+            hosts=tuple(each.host for each in named),
+            step=max(each.step for each in seen),
+            confidence=Confidence.GUESS,
+            evidence=tuple(lines),
+        )
+    )
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _silent_found(
+    late: Sequence[RankSeen], seen: Sequence[RankSeen], confidence: Confidence
+) -> Found:
+    late = sorted(late, key=lambda each: each.rank)
+    talking = sum(each.talks for each in seen)
+    head = f"late: {_named(late)}; {talking} of {len(seen)} ranks talk"
+    lines = [Evidence("probe", head)]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
+    return Found(
+        cause=Cause.HANG,
+        ranks=tuple(each.rank for each in late),
+        hosts=tuple(each.host for each in late),
+        step=max(each.step for each in seen),
+        confidence=confidence,
+        evidence=tuple(lines),
+        silent=True,
+    )
+
+
+def _is_minority(few: Collection[RankSeen], seen: Collection[RankSeen]) -> bool:
+    """Whether they may be to blame: half of the hosts at most, or half of the ranks of one host."""
+    hosts, theirs = {each.host for each in seen}, {each.host for each in few}
+    if len(hosts) > 1 and 2 * len(theirs) <= len(hosts):
+        return True
+    return 2 * len(few) <= len(seen)
+
+
+def _pulse(each: RankSeen) -> str:
+    """Whether its process lives, and what it does: frozen, or waiting for something."""
+    who = f"rank {each.rank} ({each.host})"
+    if each.talks:
+        where = f"{each.phase} at step {each.step} for {each.since:.0f} s"
+        return f"{who} lives: {where} (limit {each.limit:.0f} s)"
+    head = f"{who} silent for {each.silent:.0f} s: "
+    if each.watched:
+        return head + FROZEN_WORDS.get(each.state, f"its process runs (state {each.state})")
+    if each.witness is None:
+        return head + "its process is frozen, or its node is gone"
+    return head + "so is its witness: its node is frozen, gone or can't be reached"
+
+
+def _named(ranks: Sequence[RankSeen]) -> str:
+    shown = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:SHOWN])
+    more = len(ranks) - SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _came(flight: Flight, seen: Sequence[RankSeen]) -> str:
+    return f"{len(flight.arrived)} of {len(seen)} came"

@@ -1,0 +1,299 @@
+"""Whether a launch stands still, and who keeps it: pure, from what witnesses and stacks say.
+
+``standstill`` looks at places and times only and may be asked every second; ``judge`` weighs the
+stacks that were taken then, twice, and has the last word: a stall, or why it is none yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from slurm_forge.control.stack_text import Where
+from slurm_forge.recovery.monitor.phase_durations import (
+    Rules,
+    Stretches,
+)
+from slurm_forge.recovery.monitor.rank_phrases import (
+    FROZEN_WORDS,
+    SHOWN,
+    some_ranks,
+)
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+
+__all__ = ["FROZEN", "Excused", "Look", "RankView", "Stall", "Standstill", "judge", "standstill"]
+
+_STOPPED = frozenset("T")
+_TRACED = frozenset("t")
+#: A process that can't go on by itself, whatever its stack says.
+FROZEN = frozenset("TDZX")
+#: Share of the time between two looks that a rank must have computed to count as busy.
+_BUSY = 0.5
+#: And where its stack changes, too: a loop that sleeps and looks needs less.
+_AT_WORK = 0.1
+#: Compiling may take this much longer than anything else that nobody has seen before.
+_COMPILING = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """A rank as it is known now.
+
+    ``place`` is ordered as the program passes it; ``silent`` how long nobody has said anything of
+    the rank, which ``since`` includes.
+    """
+
+    rank: int
+    host: str
+    place: tuple[int, ...]
+    step: int
+    phase: str
+    kind: str
+    since: timedelta
+    state: str = ""
+    silent: bool = False
+    mute: timedelta = timedelta(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Ranks that are over their limit and wait for nobody who is not: ``first`` are the last."""
+
+    first: tuple[int, ...]
+    over: tuple[int, ...]
+    limit: timedelta
+    since: timedelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was found when a rank's stacks were taken, ``at`` seconds of whatever clock."""
+
+    at: float
+    state: str
+    cpu_s: float
+    where: Where | None
+    text: str = ""
+    file: str = ""
+    how: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """The launch stands still; nobody is named where all wait for each other."""
+
+    cause: Cause
+    late_ranks: tuple[int, ...]
+    late_hosts: tuple[str, ...]
+    step: int
+    since: timedelta
+    limit: timedelta
+    evidence: tuple[Evidence, ...]
+    files: tuple[str, ...] = ()
+    confidence: Confidence = Confidence.LIKELY
+
+
+@dataclass(frozen=True, slots=True)
+class Excused:
+    """Not to be looked at again before a rank has been there for so long."""
+
+    why: str
+    until: timedelta
+
+
+def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | None:
+    """Who is over the limit, with nobody behind or beside it who may still be at work.
+
+    None while all are stopped or silent at once, for that is a suspended job, and while a debugger
+    holds one of them.
+    """
+    if not views or all(view.silent or view.state in _STOPPED for view in views):
+        return None
+    if any(view.state in _TRACED and not view.silent for view in views):
+        return None
+    over = [view for view in views if view.since > stretches.limit(view.kind)]
+    at_work = [view.place for view in views if view not in over]
+    stuck = [view for view in over if not any(place <= view.place for place in at_work)]
+    if not stuck:
+        return None
+    lowest = min(view.place for view in stuck)
+    first = [view for view in stuck if view.place == lowest]
+    return Standstill(
+        first=tuple(view.rank for view in first),
+        over=tuple(view.rank for view in stuck),
+        limit=min(stretches.limit(view.kind) for view in first),
+        since=min(view.since for view in first),
+    )
+
+
+def judge(
+    found: Standstill,
+    views: Mapping[int, RankView],
+    first: Mapping[int, Look],
+    second: Mapping[int, Look],
+    stretches: Stretches,
+) -> Stall | Excused:
+    """Weigh two looks at every rank.
+
+    Frozen ranks are late; else those that are not waiting for others while others are; else, where
+    all wait together, nobody.  A rank that compiles, or computes, has until ``at_most``,
+    or twice its limit.
+    """
+    late = _late(found, views, second)
+    judged = late or found.over
+    patience = _patience(stretches.rules, found.limit)
+    compiling = [r for r in found.over if _where(first, r).compiling or _where(second, r).compiling]
+    if compiling and found.since < _COMPILING * patience:
+        return Excused(
+            f"{some_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * found.since)
+        )
+    frozen = any(_is_frozen(views[rank], second.get(rank)) for rank in judged)
+    busy = [] if frozen else [r for r in judged if _busy(r, views, first, second)]
+    if busy and found.since < patience:
+        return Excused(f"{some_ranks(busy)} computing", min(patience, 2 * found.since))
+    step = max(0, min(views[rank].step for rank in judged))
+    return Stall(
+        cause=_cause(late, views, second),
+        late_ranks=late,
+        late_hosts=tuple(views[rank].host for rank in late),
+        step=step,
+        since=found.since,
+        limit=found.limit,
+        evidence=_evidence(found, late, views, second, stretches),
+        files=tuple(second[r].file for r in (late or sorted(second)) if _file(second, r)),
+    )
+
+
+def longest_excuse(rules: Rules, limit: timedelta) -> timedelta:
+    """How long a rank that compiles is left alone at most; one that computes has a part of it."""
+    return _COMPILING * _patience(rules, limit)
+
+
+def _patience(rules: Rules, limit: timedelta) -> timedelta:
+    return max(rules.at_most, 2 * limit)
+
+
+def _late(
+    found: Standstill, views: Mapping[int, RankView], looks: Mapping[int, Look]
+) -> tuple[int, ...]:
+    frozen = tuple(r for r in found.over if _is_frozen(views[r], looks.get(r)))
+    if frozen:
+        return frozen if len(frozen) < len(views) or len(views) == 1 else found.first
+    known = [rank for rank in found.over if _where(looks, rank).top]
+    together = [rank for rank in known if _where(looks, rank).together]
+    apart = tuple(rank for rank in known if rank not in together)
+    if together and apart:
+        return apart
+    if together and len(together) == len(views) > 1:
+        return ()
+    if len(found.first) < len(views) or len(views) == 1:
+        return found.first
+    return ()
+
+
+def _is_frozen(view: RankView, look: Look | None) -> bool:
+    return view.silent or (view.state in FROZEN and (look is None or look.state in FROZEN))
+
+
+def _busy(
+    rank: int,
+    views: Mapping[int, RankView],
+    first: Mapping[int, Look],
+    second: Mapping[int, Look],
+) -> bool:
+    """Whether it computes.  A wait for a GPU computes too, and its stack does not change: so where
+    nobody waits for this rank in particular, the stack must.
+    """
+    if rank not in first or rank not in second:
+        return False
+    before, after = first[rank], second[rank]
+    between = max(0.1, after.at - before.at)
+    share, changed = (after.cpu_s - before.cpu_s) / between, before.text != after.text
+    if share < _BUSY:
+        return changed and share >= _AT_WORK  # others may be in its way
+    awaited = len(views) == 1 or any(_where(second, each).together for each in second)
+    return changed or (awaited and not _where(second, rank).together)
+
+
+def _cause(
+    late: tuple[int, ...], views: Mapping[int, RankView], looks: Mapping[int, Look]
+) -> Cause:
+    """A file system that does not answer is not a program that hangs."""
+
+    def of_storage(rank: int) -> bool:
+        look, view = looks.get(rank), views[rank]
+        if view.silent or view.state in _STOPPED:
+            return False
+        if look is not None and look.state == "D" and view.state == "D":
+            return True
+        return view.phase == "save" and _where(looks, rank).saving
+
+    return Cause.STORAGE if late and all(map(of_storage, late)) else Cause.HANG
+
+
+def _evidence(
+    found: Standstill,
+    late: tuple[int, ...],
+    views: Mapping[int, RankView],
+    looks: Mapping[int, Look],
+    stretches: Stretches,
+) -> tuple[Evidence, ...]:
+    shown = (late or found.over)[:SHOWN]
+    one = views[shown[0]]
+    usual = stretches.usual(one.kind)
+    took = "never seen before" if usual is None else f"took up to {_seconds(usual)} before"
+    who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:SHOWN]) or "all ranks"
+    calls = sorted({_where(looks, r).call for r in found.over if _where(looks, r).together} - {""})
+    if not late and calls:
+        who = f"all ranks inside {' and '.join(calls)}:"
+    head = (
+        f"{who} no progress for {_seconds(one.since.total_seconds())} in {one.phase} at step "
+        f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(found.limit.total_seconds())})"
+    )
+    lines = [Evidence("watchdog", head)]
+    lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in shown]
+    # Also those that have not been there for long enough themselves.
+    waiting = [r for r in sorted(looks) if r not in late and _where(looks, r).together]
+    if late and waiting:
+        where = " and ".join(sorted({_where(looks, rank).call for rank in waiting}))
+        lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
+    file = next((looks[rank].file for rank in shown if _file(looks, rank)), "")
+    return (*lines, Evidence("stacks", file)) if file else tuple(lines)
+
+
+def _state(view: RankView, look: Look | None) -> str:
+    """What is known of one rank, in a line."""
+    if view.silent:
+        return "its node or all of its processes are silent"
+    where = Where() if look is None or look.where is None else look.where
+    if view.state in FROZEN:
+        return FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
+    held = ""
+    if view.mute > view.since / 2:  # otherwise some Python thread runs every second
+        held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "
+        held += "holds the interpreter's lock"
+    if not where.top:
+        return f"no stack could be taken{held}"
+    inside = ", in the data loader" if where.loading else ""
+    return f"{where.top}{inside}{held}"
+
+
+def _where(looks: Mapping[int, Look], rank: int) -> Where:
+    look = looks.get(rank)
+    return Where() if look is None or look.where is None else look.where
+
+
+def _file(looks: Mapping[int, Look], rank: int) -> bool:
+    return rank in looks and bool(looks[rank].file)
+
+
+def _number(step: int) -> str:
+    """``9 831``, as everywhere in what people read."""
+    return f"{max(0, step):,}".replace(",", " ")
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 else "less than 1 ms"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -1,0 +1,361 @@
+"""Who is slower than the others, for good, and whether the node is to blame: pure.
+
+Ranks are compared with those of the other hosts (on one host: with each other) by medians, window
+by window.  Somebody is told of who was slower in several windows in a row, by more than the others
+differ among themselves; and of a node it is said to be slow only where a trial, the same piece of
+work everywhere, or the kernel's own accounts say so too.  Who has more to do by its program (rank 0
+that logs, longer samples, another stage of a pipeline) has that from the beginning and its trial is
+as fast as everybody's: nobody is told of it.  A rank whose own part has *become* longer is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from slurm_forge.recovery.monitor.peer_statistics import (
+    Rest,
+    by_host,
+    lower,
+    others_of,
+    too_many,
+)
+from slurm_forge.recovery.monitor.straggler_reports import (
+    Over,
+    Reading,
+    Straggler,
+    Why,
+)
+
+__all__ = ["Straggling"]
+
+#: Windows in a row, and steps in them, before anything is said; and windows before it is over.
+_ROW = 3
+_STEPS = 12
+_OVER = 3
+#: Of a start nothing is taken: files are read for the first time, something is compiled.
+_SKIPPED = 2
+#: Windows that say what is usual for a rank.
+_USUAL = 8
+#: How many times the spread of the others, or the error of its own median, a difference must be.
+_SPREADS = 3.0
+#: Trials that count: the newest ones of each rank; so many must have come since it began.
+_TRIALS = 3
+#: So many where somebody has had more to do for long: each further trial is one more chance to err.
+_MANY_TRIALS = 6
+_NEW_TRIALS = 3
+#: A trial agrees if it explains this much of what the rank is slower by.
+_EXPLAINS = 0.4
+#: Nobody is kept from its processors for ever.
+_LEAST = 1e-3
+#: Windows that must say that a thread is kept from its processors: each by itself scatters.
+_QUEUED = 6
+#: Windows of a row that count, an hour at shipped settings: who has more to do has it for weeks.
+_KEPT = 240
+#: Whoever has been slow for so many windows has had more to do for long.
+_LONG = 24
+
+
+@dataclass(slots=True)
+class _Row:
+    """A host that was slow in all of the last windows."""
+
+    since_step: int
+    #: In how many of them each rank was, and who was in the last one.
+    ranks: Counter[int] = field(default_factory=Counter)
+    last: frozenset[int] = frozenset()
+    windows: int = 0
+    steps: int = 0
+    trials: int = 0
+    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    lost: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    queued: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    throttled: int = -1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that were in half of them: windows of two ranks do not begin together."""
+        least = self.windows / 2
+        return tuple(sorted(rank for rank, count in self.ranks.items() if count >= least))
+
+
+@dataclass(slots=True)
+class _Named:
+    """Who has been told of, until it is over."""
+
+    straggler: Straggler
+    well: int = 0
+    steps: int = 0
+    lost_s: float = 0.0
+
+
+class Straggling:
+    """``window`` with what all ranks said last, again and again.
+
+    ``factor``: from how many times as slow somebody counts.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        #: Where it is over: in between nothing changes.
+        self._exit = 1 + (factor - 1) / 2
+        self._seen = 0
+        self._rows: dict[str, _Row] = {}
+        self._named: dict[str, _Named] = {}
+        self._trials: dict[int, deque[float]] = {}
+        self._usual: dict[int, list[float]] = {}
+        self._latest_step = 0
+
+    @property
+    def named(self) -> tuple[Straggler, ...]:
+        """Who is slow now."""
+        return tuple(each.straggler for _, each in sorted(self._named.items()))
+
+    def trial(self, rank: int) -> float:
+        """The middle of a rank's newest trials in seconds; 0 where there was none."""
+        newest = self._newest(rank)
+        return median(newest) if newest else 0.0
+
+    def _newest(self, rank: int, count: int = _TRIALS) -> list[float]:
+        return list(self._trials.get(rank, ()))[-count:]
+
+    def window(self, readings: Sequence[Reading]) -> tuple[Straggler | Over, ...]:
+        """One more window of all ranks; who has become slow by it, or has ceased to be."""
+        for each in readings:
+            if each.trial_s > 0:
+                kept = self._trials.setdefault(each.rank, deque(maxlen=_MANY_TRIALS))
+                kept.append(each.trial_s)
+        self._seen += 1
+        self._latest_step = max((each.step for each in readings), default=0)
+        if self._seen <= _SKIPPED or len(readings) < 2:
+            return ()
+        hosts = by_host(readings)
+        own = others_of(hosts, {r.rank: r.own_s for r in readings if r.own_s > 0})
+        found: list[Straggler | Over] = []
+        slow = {
+            host: members
+            for host, on_it in hosts.items()
+            if (members := [r for r in on_it if self._is_slow(r, own)])
+        }
+        told = any(reading.own_s > 0 for reading in readings)
+        if not told:
+            slow = self._slow_by_trial(hosts)
+        if too_many(slow, hosts, readings):
+            slow = {}
+        for host in hosts:
+            if host in self._named:
+                found += self._go_on(host, slow.get(host, []), hosts, own, told=told)
+            elif host in slow:
+                found += self._add(host, slow[host], hosts, own, told=told)
+            else:
+                self._rows.pop(host, None)
+        self._learn(readings, own)
+        return tuple(found)
+
+    # -- who is slow in this window ------------------------------------------------------------
+
+    def _is_slow(self, one: Reading, own: Mapping[int, Rest]) -> bool:
+        others = own.get(one.rank)
+        if one.own_s <= 0 or others is None or others.middle <= 0:
+            return False
+        # Once it has begun, half of it is enough to go on: figures scatter.
+        row, named = self._rows.get(one.host), one.host in self._named
+        begun = named or (row is not None and one.rank in row.ranks)
+        if one.own_s < (self._exit if begun else self._factor) * others.middle:
+            return False
+        error = 1.25 * 1.5 * one.spread_s / max(1, one.count) ** 0.5
+        return named or one.own_s - others.middle > _SPREADS * max(others.spread, error)
+
+    def _slow_by_trial(self, hosts: Mapping[str, list[Reading]]) -> dict[str, list[Reading]]:
+        """Where steps can't be told apart: who was slow in all of its newest trials."""
+        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
+        slow: dict[str, list[Reading]] = {}
+        for host, on_it in hosts.items():
+            limit = self._exit if host in self._named else self._factor
+            for one in on_it:
+                newest = self._newest(one.rank)
+                others = rest.get(one.rank)
+                if others is None or len(newest) < _TRIALS:
+                    continue
+                least = min(newest)
+                if least >= limit * others.middle and least - others.middle > (
+                    _SPREADS * others.spread
+                ):
+                    slow.setdefault(host, []).append(one)
+        return slow
+
+    # -- rows of windows -----------------------------------------------------------------------
+
+    def _add(
+        self,
+        host: str,
+        slow: list[Reading],
+        hosts: Mapping[str, list[Reading]],
+        own: Mapping[int, Rest],
+        *,
+        told: bool,
+    ) -> list[Straggler | Over]:
+        ranks = frozenset(each.rank for each in slow)
+        row = self._rows.get(host)
+        if row is None or not row.last & ranks:
+            row = self._rows[host] = _Row(since_step=min(r.step - r.count for r in slow))
+        row.ranks.update(ranks)
+        row.last, members = ranks, slow
+        row.windows += 1
+        row.steps += min(each.count for each in members)
+        row.trials += any(each.trial_s > 0 for each in members)
+        if told:
+            row.factors.append(median(each.own_s / own[each.rank].middle for each in members))
+            row.lost.append(max(each.own_s - own[each.rank].middle for each in members))
+        queued = self._queued(members, hosts)
+        if queued is not None:
+            row.queued.append(queued)
+        row.throttled = max(row.throttled, *(each.throttled for each in members))
+        if row.windows < _ROW or (told and row.steps < _STEPS):
+            return []
+        straggler = self._judge(host, row, hosts, told=told)
+        if straggler is None:
+            return []
+        before = self._named.get(host)
+        if before is not None:
+            if not straggler.why.of_node:
+                return []  # as has been said
+            before.straggler = replace(straggler, since_step=before.straggler.since_step)
+            return [before.straggler]
+        del self._rows[host]
+        lost = row.steps * straggler.lost_s
+        self._named[host] = _Named(straggler, steps=row.steps, lost_s=lost)
+        return [straggler]
+
+    def _judge(
+        self, host: str, row: _Row, hosts: Mapping[str, list[Reading]], *, told: bool
+    ) -> Straggler | None:
+        """Who is slow for good: why, or None while that can't be told or is the program's way."""
+        if not row.members:
+            return None
+        factor = median(row.factors) if row.factors else 0.0
+        if told and factor < self._factor:
+            return None
+        trial = self._trial_factor(row, hosts)
+        kept = lower(row.queued) if len(row.queued) >= _QUEUED else 0.0
+        why: Why | None = None
+        if not told or (trial and row.trials >= _NEW_TRIALS and self._explains(trial, factor)):
+            why = Why.NODE
+        elif self._explains(kept, factor):
+            why = Why.STARVED
+        elif row.trials >= _NEW_TRIALS and self._tries_well(row, hosts, factor):
+            why = Why.WORK if self._is_new(row, factor) else None
+        if why is None:
+            return None
+        return Straggler(
+            host=host,
+            ranks=row.members,
+            factor=round(factor, 3),
+            trial=round(trial, 3),
+            why=why,
+            since_step=max(0, row.since_step),
+            lost_s=round(median(row.lost), 6) if row.lost else 0.0,
+            queued=round(1 - 1 / kept, 4) if kept > 1 else 0.0 if row.queued else -1.0,
+            throttled=row.throttled,
+        )
+
+    def _explains(self, seen: float, factor: float) -> bool:
+        return seen >= self._exit and seen - 1 >= _EXPLAINS * (factor - 1)
+
+    def _is_new(self, row: _Row, factor: float) -> bool:
+        """Whether it has not always been so: then it is not how the program shares the work."""
+        usual = [self._usual.get(rank, []) for rank in row.members]
+        if any(len(each) < _USUAL for each in usual):
+            return False
+        return factor >= self._factor * median(median(each) for each in usual)
+
+    def _trial_factor(self, row: _Row, hosts: Mapping[str, list[Reading]]) -> float:
+        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
+        found = []
+        for rank in row.members:
+            if rank not in rest or rest[rank].middle <= 0:
+                continue
+            # The best of its newest ones: a neighbour that gets in the way once is no evidence.
+            many = _TRIALS if row.windows <= _LONG else _MANY_TRIALS
+            least, others = min(self._newest(rank, many)), rest[rank]
+            surely = least - others.middle > _SPREADS * others.spread
+            found.append(least / others.middle if surely else min(1.0, least / others.middle))
+        return median(found) if found else 0.0
+
+    def _tries_well(self, row: _Row, hosts: Mapping[str, list[Reading]], factor: float) -> bool:
+        """Whether the trial says that the node is as fast: not where it says nothing clear."""
+        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
+        tried = [r for r in row.members if r in rest and rest[r].middle > 0]
+        usual = 1 + (1 - _EXPLAINS) * (factor - 1)
+        return bool(tried) and all(
+            self.trial(r) < min(self._exit, usual) * rest[r].middle for r in tried
+        )
+
+    def _queued(
+        self, members: Sequence[Reading], hosts: Mapping[str, list[Reading]]
+    ) -> float | None:
+        """How many times as long it takes for want of a processor, in times of the others."""
+        rest = others_of(
+            hosts,
+            {r.rank: r.starved for on_it in hosts.values() for r in on_it if r.starved >= 0},
+        )
+        found = []
+        for each in members:
+            if each.rank not in rest or each.starved < 0 or each.own_s <= 0:
+                continue
+            # Per step, all of which are as long for everybody: they wait for each other.
+            more = (each.starved - rest[each.rank].middle) * (each.own_s + each.wait_s)
+            found.append(each.own_s / max(_LEAST * each.own_s, each.own_s - max(0.0, more)))
+        return median(found) if found else None
+
+    # -- who has been told of ------------------------------------------------------------------
+
+    def _go_on(
+        self,
+        host: str,
+        slow: list[Reading],
+        hosts: Mapping[str, list[Reading]],
+        own: Mapping[int, Rest],
+        *,
+        told: bool,
+    ) -> list[Straggler | Over]:
+        named = self._named[host]
+        if slow:
+            if not named.straggler.why.of_node:  # it may turn out to be the node all the same
+                found = self._add(host, slow, hosts, own, told=told)
+                if found:
+                    return found
+            named.well = 0
+            steps = min(each.count for each in slow)
+            named.steps += steps
+            more = [r.own_s - own[r.rank].middle for r in slow if r.rank in own and r.own_s > 0]
+            named.lost_s += steps * max(more, default=0.0)
+            return []
+        named.well += 1
+        self._rows.pop(host, None)
+        if named.well < _OVER:
+            return []
+        del self._named[host]
+        return [
+            Over(
+                straggler=named.straggler,
+                step=self._latest_step,
+                steps=named.steps,
+                lost_s=round(named.lost_s, 3),
+            )
+        ]
+
+    def lost(self, host: str) -> tuple[int, float]:
+        """Steps and seconds that a straggler has cost since it was told of."""
+        named = self._named.get(host)
+        return (0, 0.0) if named is None else (named.steps, named.lost_s)
+
+    def _learn(self, readings: Sequence[Reading], own: Mapping[int, Rest]) -> None:
+        """What is usual for a rank, from the first windows."""
+        for each in readings:
+            others = own.get(each.rank)
+            known = self._usual.setdefault(each.rank, [])
+            if others is not None and others.middle > 0 and each.own_s > 0 and len(known) < _USUAL:
+                known.append(each.own_s / others.middle)

@@ -1,0 +1,247 @@
+"""Which host can't be reached, or only slowly: pure, from what hosts see of their connections.
+
+Whoever is cut off tells nothing, and all of its links look alike from both ends.  So it is the
+host whose links to the others are bad while theirs among each other are not; of two hosts nobody
+can tell.  Named is a minority at most: where half of them can't reach the other half, nobody is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import median
+
+from slurm_forge.control.tcp.links import (
+    Link,
+)
+from slurm_forge.recovery.monitor.stalls import (
+    Stall,
+)
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+
+__all__ = ["LinkSeen", "Trouble", "Unreached", "seen_of", "unreached", "with_network"]
+
+#: Timers of TCP run out after 0.2, 0.6, 1.4 s: twice in a row, and it is no lost packet.
+_LATE_AFTER = 2
+#: Whatever is only late would have been acknowledged by then, as a rule.
+_CUT_S = 2.5
+#: What is delayed keeps a probe waiting for seconds: less than this is no reason for that.
+_DELAYED_S = 0.1
+_TIMES_USUAL = 10.0
+_TIMES_OWN = 3.0
+#: Of how many hosts it is told what speaks against them.
+_LINES = 8
+
+
+class Trouble(str, Enum):
+    """What is the matter with a link, or with all links of a host."""
+
+    NONE = "none"
+    DELAYED = "delayed"
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSeen:
+    """How one host sees another; an empty name is the supervisor's, where no rank sits beside."""
+
+    seer: str
+    other: str
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreached:
+    """Hosts that are delayed or cut off, and their ranks.
+
+    None of them with a ``how`` other than none: the network is to blame, and nobody can be named.
+    """
+
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    how: Trouble = Trouble.NONE
+    evidence: tuple[Evidence, ...] = ()
+    confidence: Confidence = Confidence.GUESS
+
+
+def seen_of(
+    reports: Iterable[tuple[str, Sequence[Link]]], host_of: Mapping[str, str]
+) -> tuple[LinkSeen, ...]:
+    """What reports say of other hosts; ``host_of`` an address, unknown ones are left out."""
+    return tuple(
+        LinkSeen(host, host_of[link.peer], link)
+        for host, links in reports
+        for link in links
+        if link.peer in host_of and host_of[link.peer] != host
+    )
+
+
+def unreached(
+    seen: Sequence[LinkSeen], ranks: Mapping[int, str], *, late: float = 0.0
+) -> Unreached:
+    """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks.
+
+    A link is delayed whose round trip takes ``late`` seconds, a tenth of a second at least, and
+    many times what is usual.
+    """
+    limit = max(_DELAYED_S, late, _TIMES_USUAL * _usual(seen))
+    bad: dict[frozenset[str], list[tuple[Trouble, Link]]] = {}
+    good: dict[frozenset[str], list[Link]] = {}
+    for each in seen:
+        pair, trouble = frozenset((each.seer, each.other)), _trouble(each.link, limit)
+        if trouble is Trouble.NONE:
+            good.setdefault(pair, []).append(each.link)
+        elif trouble is not None:
+            bad.setdefault(pair, []).append((trouble, each.link))
+    fine = {pair for pair in good if pair not in bad}
+    named, between = _culprits(set(bad), fine)
+    if not bad:
+        return Unreached()
+    hosts = sorted(set(ranks.values()))
+    how = _how(bad, named)
+    if between:
+        text = f"{' and '.join(name or _SUPERVISOR for name in between)} {_PAIR[how]}"
+        text += _figures(bad[frozenset(between)])
+        text += ", others they do" if fine else "; of two hosts nobody can tell which it is"
+        named = [*named, *between]
+        lines = [Evidence("network", text)]
+        confidence = Confidence.GUESS
+    else:
+        lines = [_line(host, bad, fine, good, how) for host in named[:_LINES]]
+        told = all(sum(host in pair for pair in bad) > 1 for host in named) or bool(fine)
+        confidence = Confidence.LIKELY if told else Confidence.GUESS
+    if 2 * len(named) >= len(hosts) or "" in named:
+        if not between:
+            lines.append(Evidence("network", "no minority of the hosts: nobody is named"))
+        return Unreached(how=how, evidence=tuple(lines))
+    return Unreached(
+        ranks=tuple(rank for rank, host in sorted(ranks.items()) if host in named),
+        hosts=tuple(host for host in hosts if host in named),
+        how=how,
+        evidence=tuple(lines),
+        confidence=confidence,
+    )
+
+
+def with_network(stall: Stall, found: Unreached, ranks: Mapping[int, str]) -> Stall:
+    """A standstill in the light of the network: whom it names is late, and nobody else is.
+
+    Ranks that are silent because the way to them is cut may be all but one.  ``ranks`` are the
+    hosts of all.
+    """
+    if found.how is Trouble.NONE:
+        return stall
+    evidence = (*found.evidence, *stall.evidence)
+    if not found.ranks:
+        return replace(stall, evidence=evidence)
+    return replace(
+        stall,
+        cause=Cause.NCCL_ERROR,
+        late_ranks=found.ranks,
+        late_hosts=tuple(ranks[rank] for rank in found.ranks),
+        evidence=evidence,
+        confidence=found.confidence,
+    )
+
+
+_SUPERVISOR = "the supervisor's node"
+_PAIR = {
+    Trouble.CUT: "do not reach each other",
+    Trouble.DELAYED: "reach each other late",
+    Trouble.NONE: "",
+}
+
+
+def _usual(seen: Sequence[LinkSeen]) -> float:
+    """What a round trip took before there was any trouble, seconds: the least ones that are known.
+
+    Of the present ones half may be late: all that are known, where it is the supervisor's host.
+    """
+    least = [each.link.min_rtt for each in seen if each.link.min_rtt]
+    return median(least) if least else 0.0
+
+
+def _trouble(link: Link, limit: float) -> Trouble | None:
+    """None where nothing is known of it: nobody used it lately."""
+    if link.retransmits >= _LATE_AFTER:
+        return Trouble.CUT if link.unanswered >= _CUT_S else Trouble.DELAYED
+    if link.rtt is None:
+        return None
+    limit = max(limit, _TIMES_OWN * (link.min_rtt or 0.0))
+    return Trouble.DELAYED if link.rtt >= limit else Trouble.NONE
+
+
+def _culprits(
+    bad: Collection[frozenset[str]], fine: Collection[frozenset[str]]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Hosts that explain all bad links, and the ends of a last one that both explain it as well."""
+    left = set(bad)
+    named: list[str] = []
+    speak_for = Counter(host for pair in fine for host in pair)
+    while left:
+        counted = Counter(host for pair in left for host in pair)
+        ends = sorted(counted)
+        score = {
+            host: (against - speak_for[host], against / (against + speak_for[host]), against)
+            for host, against in counted.items()
+        }
+        best = max(ends, key=score.__getitem__)
+        equal = [host for host in ends if score[host] == score[best]]
+        if len(left) == 1 and len(equal) == 2:
+            return named, tuple(equal)
+        named.append(best)
+        left = {pair for pair in left if best not in pair}
+    return sorted(named), ()
+
+
+def _how(
+    bad: Mapping[frozenset[str], Sequence[tuple[Trouble, Link]]], named: Collection[str]
+) -> Trouble:
+    """Cut where most of the pairs are, by any of their connections."""
+    pairs = [seen for pair, seen in bad.items() if not named or pair & set(named)]
+    cut = sum(any(trouble is Trouble.CUT for trouble, _ in seen) for seen in pairs)
+    return Trouble.CUT if 2 * cut >= len(pairs) else Trouble.DELAYED
+
+
+def _line(
+    host: str,
+    bad: Mapping[frozenset[str], Sequence[tuple[Trouble, Link]]],
+    fine: Collection[frozenset[str]],
+    good: Mapping[frozenset[str], Sequence[Link]],
+    how: Trouble,
+) -> Evidence:
+    own = [seen for pair, seen in bad.items() if host in pair]
+    known = len(own) + sum(host in pair for pair in fine)
+    verb = "does not acknowledge" if how is Trouble.CUT else "answers late"
+    text = f"{host or _SUPERVISOR} {verb} ({len(own)} of {known} {'peers' if known > 1 else 'peer'}"
+    text += f"{_figures([each for seen in own for each in seen], open_bracket=False)})"
+    rtts = [link.rtt for pair in fine if host not in pair for link in good[pair] if link.rtt]
+    if rtts:
+        text += f"; among the others rtt {_seconds(median(rtts))}"
+    return Evidence("network", text)
+
+
+def _figures(seen: Sequence[tuple[Trouble, Link]], *, open_bracket: bool = True) -> str:
+    """``, 4.2 s, 5 retransmits`` or ``, rtt 2.1 s, 0.3 ms before``."""
+    links = [link for _, link in seen]
+    worst = max(links, key=lambda link: (link.retransmits, link.unanswered))
+    late = max((link.rtt for link in links if link.rtt), default=None)
+    parts = []
+    if worst.retransmits >= _LATE_AFTER:
+        parts += [_seconds(worst.unanswered), f"{worst.retransmits} retransmits"]
+    elif late is not None:
+        parts.append(f"rtt {_seconds(late)}")
+        before = [link.min_rtt for link in links if link.min_rtt]
+        parts += [f"{_seconds(min(before))} before"] if before else []
+    text = ", ".join(parts)
+    return f" ({text})" if open_bracket else f", {text}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} us"
+    if seconds < 1:
+        return f"{1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -1,0 +1,1 @@
+"""Which nodes are excluded, and where ranks are placed.  Pure."""

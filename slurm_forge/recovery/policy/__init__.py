@@ -1,0 +1,1 @@
+"""An incident becomes a decision: rungs, budgets, delays, plans.  Pure."""

@@ -1,0 +1,162 @@
+"""``decide(policy, state, incident) -> Decision``: pure, bounded, and the end is always hold."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.nodes.placement import (
+    Room,
+)
+from slurm_forge.recovery.policy.loop_detection import (
+    looping,
+)
+from slurm_forge.recovery.policy.remedies import (
+    remedy,
+)
+from slurm_forge.recovery.policy.rungs import (
+    LR_FLOOR,
+    Applied,
+    Circumstances,
+    apply,
+)
+from slurm_forge.spec.recovery import LONGEST_WAIT, Recovery, Rung
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.plan import Variable
+
+__all__ = ["LR_FLOOR", "asks_hook_first", "decide", "skips_allowed"]
+
+#: The run is over because somebody wanted it so.
+_WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
+
+
+def skips_allowed(policy: Recovery, cause: Cause) -> int:
+    """How many steps in a row may be skipped before an incident is made of it."""
+    rungs = policy.ladder(cause)
+    return sum(rung.times or 0 for rung in rungs if rung.do is Action.SKIP)
+
+
+def asks_hook_first(policy: Recovery, cause: Cause) -> bool:
+    """Whether the program's hook comes before the ladder: no rung gives it another place."""
+    return all(rung.do is not Action.HOOK for rung in policy.ladder(cause))
+
+
+def decide(
+    policy: Recovery,
+    state: RunState,
+    incident: Incident,
+    *,
+    batch_coupled: bool = False,
+    mem: int | None = None,
+    time: timedelta | None = None,
+    nodes: int | None = None,
+    now: float | None = None,
+    in_process: bool = False,
+    hook: bool = False,
+    allocation: bool = True,
+    room: Room | None = None,
+    on_hang: tuple[Variable, ...] = (),
+) -> Decision:
+    """What is done about an incident; the same again for one that was decided on already.
+
+    Takes the first rung of the cause's ladder whose budget is left and that can be applied; budgets
+    were charged by earlier decisions and are freed by progress past the old high-water step.  Where
+    going on would be a loop (``recovery.loops``) it is a hold, whatever the ladder says.
+    ``mem`` is the memory per node that the job asks for, in bytes, ``time`` its time limit,
+    ``nodes`` how many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``:
+    the launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
+    ``Action.HOOK``, a question that is not journalled: ask the hook and go on with
+    ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were;
+    ``room``: what is left there, for a job that goes on without the nodes that it loses.
+    ``on_hang``: the site's variables for after a hang.
+    """
+    earlier = state.decided_on(incident.id)
+    if earlier is not None and earlier.cause is incident.cause:
+        return earlier
+    if incident.cause in _WANTED:
+        return _rest(state, incident, Action.STOP, _WHY_STOPPED[incident.cause])
+    loop = None if in_process else looping(policy.limits, state, incident, now=now)
+    if loop is not None:
+        return _held(state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step)
+    given = Circumstances(
+        batch_coupled=batch_coupled,
+        mem=mem,
+        time=time,
+        nodes=nodes,
+        in_process=in_process,
+        hook=hook,
+        allocation=allocation,
+        room=room if allocation else None,
+        on_hang=on_hang,
+    )
+    refused: list[str] = []
+    for index, rung in enumerate(policy.ladder(incident.cause)):
+        if rung.do is Action.SKIP:
+            continue  # cured step by step: what is decided on is what was too much of it
+        if rung.times is not None and state.times(incident.cause, index) >= rung.times:
+            refused.append(f"{rung.do.value} used {_times(rung.times)}")
+            continue
+        applied = apply(rung, state, incident, given)
+        if isinstance(applied, str):
+            refused.append(f"no {rung.do.value}: {applied}")
+            continue
+        wait = _wait(rung, state.times(incident.cause, index))
+        return _taken(incident, applied.instead or rung.do, index, applied, wait)
+    reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
+    if not refused:
+        reason = f"{incident.cause.value}: for a person to judge; starting again changes nothing"
+    return _held(state, incident, reason)
+
+
+def _taken(
+    incident: Incident, action: Action, rung: int, applied: Applied, wait: timedelta
+) -> Decision:
+    target = None if applied.target is None else applied.target.name
+    reason = f"{incident.cause.value}: {action.value}"
+    if action in (Action.HOLD, Action.RAISE):
+        reason = f"{reason}, as the job file says; next: {remedy(incident.cause)}"
+    if applied.remarks:
+        reason = f"{reason} ({'; '.join(applied.remarks)})"
+    return Decision(
+        incident_id=incident.id,
+        cause=incident.cause,
+        action=action,
+        reason=reason,
+        plan=applied.plan,
+        changes=applied.changes,
+        rung=rung,
+        target=None if target is None else str(target),
+        wait_s=wait.total_seconds(),
+    )
+
+
+def _wait(rung: Rung, before: int) -> timedelta:
+    """Twice as long each time that the rung was taken ``before`` without progress since."""
+    doublings = min(before, 20)  # more would only overflow
+    return min(rung.wait * (1 << doublings), LONGEST_WAIT)
+
+
+def _held(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
+    reason = f"{why}; next: {next_step or remedy(incident.cause)}"
+    return _rest(state, incident, Action.HOLD, reason)
+
+
+def _rest(state: RunState, incident: Incident, action: Action, reason: str) -> Decision:
+    return Decision(
+        incident_id=incident.id,
+        cause=incident.cause,
+        action=action,
+        reason=reason,
+        plan=state.plan,
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+_WHY_STOPPED = {
+    Cause.USER_CANCELLED: "the job was cancelled; it stays cancelled",
+    Cause.STOP_REQUESTED: "somebody asked the run to stop",
+}

@@ -1,0 +1,254 @@
+"""Why going on would be a loop: the same again, getting nowhere, or too often.  Pure.
+
+Asked before the ladder of a cause, whose budgets know nothing of other causes and nothing at all of
+what has no budget.  Whatever a person has let go on is counted anew from there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from slurm_forge.journal.state import AttemptState, LaunchState, RunState
+from slurm_forge.recovery.incident.incident_similarity import (
+    alike,
+)
+from slurm_forge.recovery.policy.attempt_progress import (
+    attempt_of,
+    attempts_of,
+    let_go_since,
+    outcomes,
+)
+from slurm_forge.spec.recovery import Limits
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Incident
+
+__all__ = ["Loop", "looping"]
+
+#: Nobody's fault: another attempt may well fare better.
+_INTERRUPTIONS = frozenset({Cause.PREEMPTED, Cause.NODE_FAIL, Cause.ADMIN_REQUEUE})
+#: Nothing of the run's own either: what they may cost is for their ladders to say.
+_CIRCUMSTANCES = _INTERRUPTIONS | {Cause.EXTERNAL_SERVICE, Cause.STORAGE}
+_WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
+#: What the program does by itself, wherever it runs.  (A hang or a lost GPU at the start is cured
+#: by other nodes, memory by less of it: their ladders come to that.)
+_PROGRAM = frozenset({
+    Cause.APP_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD,
+})  # fmt: skip
+#: The second time in a row that these look alike, a third would too.
+_DETERMINISTIC = frozenset({Cause.APP_ERROR, Cause.CHECKPOINT_BAD, Cause.ENV_MISMATCH})
+_CRASH_LOOP = 3
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Why not to go on, and what a person does next; empty where that is for the cause to say."""
+
+    why: str
+    next_step: str = ""
+
+
+def looping(
+    limits: Limits, state: RunState, incident: Incident, *, now: float | None = None
+) -> Loop | None:
+    """Why going on after this incident would be a loop, or None.
+
+    ``now`` is in seconds since the epoch; without it, the day ends with the newest launch.
+    """
+    present = attempt_of(state, incident)
+    if present is None:
+        return None
+    since = let_go_since(state)
+    return (
+        _usage_error(incident)
+        or _repeat(state, incident, since)
+        or _crash_loop(state, incident, present, since)
+        or _no_progress(limits, state, incident, present, since)
+        or _ceiling(limits, state, now, since)
+    )
+
+
+# -- an error that no other start changes ----------------------------------------------------------
+
+
+def _usage_error(incident: Incident) -> Loop | None:
+    if not incident.usage_error:
+        return None
+    return Loop("what the program asks for can't work, and another start would ask the same")
+
+
+# -- the same error once more ----------------------------------------------------------------------
+
+
+def _repeat(state: RunState, incident: Incident, since: int) -> Loop | None:
+    """The program failed just as it did the last time, and for a crash not for its node's sake."""
+    if incident.cause not in _DETERMINISTIC | {Cause.CRASH} or not incident.evidence:
+        return None
+    nodes = frozenset(name for attempt in state.attempts for name in attempt.nodes)
+    row = [incident]
+    known_step = incident.step is not None
+    for earlier in _failures(state, since, incident):
+        if not alike(incident, earlier, nodes):
+            break
+        if not known_step and _advanced_since(state, earlier, incident):
+            break  # a program whose steps nobody knows was not at the same place
+        row.append(earlier)
+    hosts = [set(each.hosts) for each in row]
+    elsewhere = not hosts[0] or any(not each or not each & hosts[0] for each in hosts[1:])
+    enough = 2 if elsewhere or incident.cause in _DETERMINISTIC else 3
+    if len(row) < enough:
+        return None
+    times = "twice" if len(row) == 2 else f"{len(row)} times"
+    return Loop(f"the same error at the same step {times} in a row")
+
+
+def _advanced_since(state: RunState, earlier: Incident, incident: Incident) -> bool:
+    """Whether a launch after that of ``earlier``, up to this one, got further than ever before."""
+    since, until = _place(earlier), _place(incident)
+    return any(
+        since < (attempt.number, launch.number) <= until and launch.advanced
+        for attempt in state.attempts
+        for launch in attempt.launches
+    )
+
+
+def _place(incident: Incident) -> tuple[int, int]:
+    attempt, _, rest = incident.id.partition(".")
+    launch = rest.partition(".")[0]
+    return (int(attempt) if attempt.isdecimal() else 0, int(launch) if launch.isdecimal() else 0)
+
+
+def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incident]:
+    """Incidents before this one, the newest first, without those that came from outside.
+
+    One of the name of this one is this one, which may be in the journal already.
+    """
+    known = {incident.id}
+    for attempt in reversed(state.attempts):
+        for _, seen in reversed(attempt.incidents):
+            ours = seen.cause not in _INTERRUPTIONS | _WANTED | {Cause.TIME_LIMIT}
+            if attempt.number > since and ours and seen.id not in known:
+                yield seen
+            known.add(seen.id)  # what is written twice counts once
+
+
+# -- launches that never get to training -----------------------------------------------------------
+
+
+def _crash_loop(
+    state: RunState, incident: Incident, present: AttemptState, since: int
+) -> Loop | None:
+    if incident.cause not in _PROGRAM or not present.launches:
+        return None
+    count = 0
+    launches = [
+        (attempt, launch)
+        for attempt in attempts_of(state)
+        if attempt.number <= present.number
+        for launch in attempt.launches
+    ]
+    for attempt, launch in reversed(launches):
+        last = attempt is present and launch is present.launches[-1]
+        if not last and attempt.number <= since:
+            break
+        if _trained(launch):
+            break
+        count += last or launch.outcome in _PROGRAM_WORDS
+    if count < _CRASH_LOOP:
+        return None
+    return Loop(f"{count} launches in a row failed before the first step was done")
+
+
+_PROGRAM_WORDS = frozenset(cause.value for cause in _PROGRAM)
+
+
+def _trained(launch: LaunchState) -> bool:
+    if launch.advanced:
+        return True
+    begin = 0 if launch.resumed is None else launch.resumed.step
+    return (launch.step or 0) > begin
+
+
+# -- attempts that get nowhere ---------------------------------------------------------------------
+
+
+def _no_progress(
+    limits: Limits, state: RunState, incident: Incident, present: AttemptState, since: int
+) -> Loop | None:
+    causes: list[Cause | None] = []
+    mark = 0
+    if len(state.attempts) < limits.attempts_without_progress:
+        return None
+    for each in reversed([o for o in outcomes(state) if o.attempt.number <= present.number]):
+        attempt = each.attempt
+        now = attempt is present
+        if each.progress or (not now and (attempt.number <= since or _changes(attempt))):
+            break
+        cause = incident.cause if now else _cause_of(attempt)
+        if cause not in _WANTED:
+            causes.append(cause)
+            mark = each.mark
+    faults = sum(cause is not None and cause not in _CIRCUMSTANCES for cause in causes)
+    counts = incident.cause not in _CIRCUMSTANCES and faults >= limits.attempts_without_progress
+    most = max(limits.attempts_without_progress, limits.interruptions_without_progress)
+    if not counts and len(causes) < most:
+        return None
+    where = f"a checkpoint past step {mark}" if mark else "a checkpoint"
+    allowed = "the most that recovery.limits allows"
+    return Loop(f"{_attempts(len(causes))} ended without {where} ({_told(causes)}), {allowed}")
+
+
+def _changes(attempt: AttemptState) -> bool:
+    """Whether it ended with other parameters for the next one: that is another try.
+
+    Not so other nodes: nobody knows whether it was theirs.
+    """
+    last = attempt.decisions[-1][1] if attempt.decisions else None
+    return last is not None and any(each.parameter != "exclude_nodes" for each in last.changes)
+
+
+def _cause_of(attempt: AttemptState) -> Cause | None:
+    """What an earlier attempt ended with; None where nobody could tell."""
+    if attempt.decisions:
+        return attempt.decisions[-1][1].cause
+    return attempt.incidents[-1][1].cause if attempt.incidents else None
+
+
+def _attempts(count: int) -> str:
+    return "1 attempt" if count == 1 else f"{count} attempts in a row"
+
+
+def _told(causes: Iterable[Cause | None]) -> str:
+    words = Counter("without a word" if cause is None else cause.value for cause in causes)
+    return ", ".join(
+        word if count == 1 else f"{word} {count} times" for word, count in words.most_common()
+    )
+
+
+# -- too often -------------------------------------------------------------------------------------
+
+
+def _ceiling(limits: Limits, state: RunState, now: float | None, since: int) -> Loop | None:
+    """As many starts as may be, by themselves; the next one would be one more."""
+    starts = [
+        each.started
+        for attempt in attempts_of(state)
+        if attempt.number > since
+        for each in attempt.launches or (attempt,)
+    ]
+    end = now if now is not None else max(starts, default=0.0)
+    today = sum(start > end - _DAY_S for start in starts)
+    if today >= limits.starts_per_day:
+        return Loop(f"{today} starts within 24 hours", _raise("starts_per_day"))
+    if len(starts) >= limits.starts:
+        return Loop(f"{len(starts)} starts in all", _raise("starts"))
+    return None
+
+
+def _raise(key: str) -> str:
+    return (
+        f"see why it starts so often (slurm-forge explain), raise recovery.limits.{key} if that "
+        "is as it should be, and let it go on (slurm-forge requeue)"
+    )

@@ -1,0 +1,327 @@
+"""What each rung of a ladder does to the recovery plan, or why it can't be applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from slurm_forge.errors import ConfigError
+from slurm_forge.journal.events import VIA_THIS_MACHINE
+from slurm_forge.journal.known import INSTABILITY
+from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.nodes.placement import (
+    Room,
+)
+from slurm_forge.recovery.policy.attempt_progress import (
+    made_progress,
+)
+from slurm_forge.recovery.policy.rollback_targets import (
+    Target,
+    again,
+    next_start,
+    target_of,
+)
+from slurm_forge.recovery.policy.skip_windows import (
+    left_out,
+    shown,
+    too_short,
+)
+from slurm_forge.slurm.text.nodelist import (
+    check_node_name,
+)
+from slurm_forge.spec.recovery import Rung, SkipSamples, VariableSet, takes_variables
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action, Change, Incident
+from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
+
+__all__ = ["LR_FLOOR", "MOST_TIME", "Applied", "Circumstances", "apply", "changes_between"]
+
+#: The learning rate is never cut below this share of the scheduler's own, however often.
+LR_FLOOR = 1 / 16
+#: And the time limit never raised to more than this many times what was asked for.
+MOST_TIME = 16.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What a decision rests on beside policy, state and incident.
+
+    ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all
+    of the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None:
+    not known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``:
+    the program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
+    ``room`` is what is left of it, where the job outlives nodes that it loses.  ``on_hang`` are the
+    site's variables for after a hang, those that would change anything.
+    """
+
+    batch_coupled: bool = False
+    mem: int | None = None
+    time: timedelta | None = None
+    nodes: int | None = None
+    in_process: bool = False
+    hook: bool = False
+    allocation: bool = True
+    room: Room | None = None
+    on_hang: tuple[Variable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The plan in force afterwards, what changed, and what else there is to say.
+
+    ``instead`` is what the rung comes to here, where that is not what it says.
+    """
+
+    plan: RecoveryPlan
+    changes: tuple[Change, ...] = ()
+    target: Target | None = None
+    remarks: tuple[str, ...] = ()
+    instead: Action | None = None
+
+
+def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances) -> Applied | str:
+    """The plan after a rung, or in a few words why the rung can't be applied."""
+    applied = _applied(rung, state, incident, given)
+    if isinstance(applied, str):
+        return applied
+    before = after = applied.plan
+    if rung.variables is VariableSet.NONE:
+        after = replace(before, variables=(), variables_past=0)
+    elif given.on_hang and takes_variables(incident.cause, rung):
+        after = replace(before, variables=given.on_hang, variables_past=state.high_water)
+    changes = (*applied.changes, *changes_between(before, after))
+    return replace(applied, plan=after, changes=changes)
+
+
+def _applied(
+    rung: Rung, state: RunState, incident: Incident, given: Circumstances
+) -> Applied | str:
+    plan = state.plan
+    match rung.do:
+        case Action.SHRINK_MICRO_BATCH:
+            smaller = _smaller_micro_batch(rung, plan, incident, given)
+            if isinstance(smaller, str):
+                return smaller
+            now = incident.micro_batch or plan.micro_batch
+            changes = (Change("micro_batch", str(now), str(smaller)),)
+            return Applied(plan=replace(plan, micro_batch=smaller), changes=changes)
+        case Action.RAISE_MEM:
+            if _here(state):
+                return "nobody limits memory on this machine"
+            if given.mem is None:
+                return "the job file names no resources.mem, so what to raise is not known"
+            if given.mem == 0:
+                return "resources.mem: 0 is all of the node's memory already"
+            raised = replace(plan, mem_factor=plan.mem_factor * (rung.factor or 1.5))
+            return Applied(plan=raised, changes=changes_between(plan, raised))
+        case Action.RAISE_TIME:
+            return _more_time(rung, state, incident, given)
+        case Action.FEWER_NODES:
+            return _fewer_nodes(rung, state, incident, given)
+        case Action.FEWER_WORKERS:
+            fewer = replace(plan, worker_factor=plan.worker_factor * (rung.factor or 0.5))
+            return Applied(plan=fewer, changes=changes_between(plan, fewer))
+        case Action.RELAUNCH if not given.allocation:
+            return "nobody is left in the allocation to start ranks again"
+        case Action.ROLLBACK | Action.RELAUNCH:
+            short = _too_little_room(incident, given.room)
+            return short if short is not None else _go_back(rung, state, incident)
+        case Action.REQUEUE:
+            excluded = _excluded(rung, state, incident)
+            moved = changes_between(plan, excluded)
+            if not _others_can_take_over(rung, incident, given.room, plan.exclude_nodes):
+                return Applied(plan=excluded, changes=moved)
+            names = ", ".join(incident.hosts)
+            remark = f"another node of the allocation in place of {names}"
+            return Applied(plan=excluded, changes=moved, remarks=(remark,), instead=Action.RELAUNCH)
+        case Action.WARN if not given.in_process:
+            return "the launch is over: nothing to go on with"
+        case Action.HOOK if not given.hook:
+            return "no hook decided"
+        case _:
+            return Applied(plan=plan)
+
+
+def _others_can_take_over(
+    rung: Rung, incident: Incident, room: Room | None, left: Sequence[str]
+) -> bool:
+    """Whether what a requeue is for, other nodes, can be had without the queue.
+
+    A node that is lost is never used again here, whether or not the rung leaves it out; nor are
+    those that the plan has ``left`` out before, which are no others.
+    """
+    leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
+    known = room is not None and room.outlives and bool(incident.hosts)
+    return leaves and known and room is not None and room.suffices({*incident.hosts, *left})
+
+
+def _too_little_room(incident: Incident, room: Room | None) -> str | None:
+    """Why ranks can't be started again in the allocation, where too many of its nodes are lost."""
+    if room is None or not room.outlives:
+        return None
+    lost = incident.hosts if incident.cause is Cause.NODE_FAIL else ()
+    if room.suffices(lost):
+        return None
+    return f"{room.without(lost)} of the {room.wanted} nodes that it takes are left"
+
+
+def _more_time(
+    rung: Rung, state: RunState, incident: Incident, given: Circumstances
+) -> Applied | str:
+    plan = state.plan
+    if _here(state):
+        return "nobody limits time on this machine"
+    if made_progress(state, incident):
+        # The limit ends every attempt: one that got further needs no longer one.
+        return Applied(plan=plan, remarks=("the limit stays: this attempt got further",))
+    if given.time is None:
+        return "the job file names no resources.time, so what to raise is not known"
+    factor = min(MOST_TIME, plan.time_factor * (rung.factor or 1.5))
+    if factor <= plan.time_factor:
+        return f"the limit is {plan.time_factor:g} times what was asked for already"
+    raised = replace(plan, time_factor=factor)
+    return Applied(plan=raised, changes=changes_between(plan, raised))
+
+
+def _fewer_nodes(
+    rung: Rung, state: RunState, incident: Incident, given: Circumstances
+) -> Applied | str:
+    now = state.plan.nodes or given.nodes
+    if _here(state):
+        return "there is one machine only"
+    if given.batch_coupled:
+        return "batch_coupled: what the ranks compute together is part of the result"
+    if now is None:
+        return "how many nodes the job asks for is not known"
+    if now <= 1:
+        return "there is one node only"
+    fewer = min(now - 1, max(1, int(now * (rung.factor or 0.5))))
+    excluded = _excluded(rung, state, incident)
+    changes = (Change("nodes", str(now), str(fewer)), *changes_between(state.plan, excluded))
+    return Applied(plan=replace(excluded, nodes=fewer), changes=changes)
+
+
+def _smaller_micro_batch(
+    rung: Rung, plan: RecoveryPlan, incident: Incident, given: Circumstances
+) -> int | str:
+    if given.batch_coupled:
+        return "batch_coupled: the micro-batch is part of the result"
+    now = incident.micro_batch or plan.micro_batch
+    if now is None:
+        return "what the micro-batch was is not known (the rank said nothing)"
+    if now <= 1:
+        return "the micro-batch can't get any smaller"
+    return min(now - 1, max(1, int(now * (rung.factor or 0.5))))
+
+
+def _go_back(rung: Rung, state: RunState, incident: Incident) -> Applied | str:
+    """A rollback, or a relaunch, which goes on from the newest checkpoint that may be used."""
+    plan = state.plan
+    remarks: list[str] = []
+    if rung.do is Action.ROLLBACK:
+        target = target_of(state, incident, rung.depth)
+        if isinstance(target, str):
+            return target
+        remarks.append(_where(target))
+    else:
+        target = next_start(state)
+    # Computed again it was fine: neither data nor learning rate are to blame.  Where it comes a
+    # second time, that verdict was not worth much.
+    same = again(state, incident)
+    blameless = incident.repeats is False or incident.in_memory
+    hardware = blameless and not same
+    if incident.repeats is False:
+        suspects = ", ".join(incident.hosts) or "a node"
+        remarks.append(f"computed again it was fine: {suspects} suspect")
+    after = plan
+    place = target.step if incident.step is None else incident.step
+    before = scale = plan.lr_scale(place)
+    leaves_out = rung.skip_samples is SkipSamples.WINDOW and not blameless
+    # More of the same data: leaving more of it out is the cure, and a learning rate that is cut
+    # once more for each part of it would be what the run suffers from (docs/results/poison.md).
+    grows = leaves_out and too_short(plan.skipped, incident)
+    if rung.lr_scale != 1.0 and not hardware and not grows:
+        # At the same place again: half of what was not enough, however far the ramp had led.
+        now = min(before, plan.lr_factor) if same else before
+        scale = min(1.0, max(LR_FLOOR, now * rung.lr_scale))
+        after = replace(
+            after,
+            lr_factor=scale,
+            lr_from_step=target.step,
+            lr_ramp_steps=_ramp(rung.ramp_steps, place - target.step, same=same),
+        )
+    if leaves_out:
+        skipped = left_out(plan.skipped, incident, rung.most_skipped)
+        if isinstance(skipped, str):
+            return skipped
+        after = replace(after, skipped=skipped)
+    if rung.reseed and not hardware:
+        after = replace(after, reseeded=plan.reseeded + 1)
+    if incident.cause not in INSTABILITY or incident.repeats is False:
+        after = replace(after, exclude_nodes=_excluded(rung, state, incident).exclude_nodes)
+    changes = changes_between(plan, after)
+    if scale != before:
+        changes = (Change("lr_scale", f"{before:g}", f"{scale:g}"), *changes)
+    going_back = target if rung.do is Action.ROLLBACK else None
+    return Applied(plan=after, changes=changes, target=going_back, remarks=tuple(remarks))
+
+
+def _ramp(steps: int, distance: int, *, same: bool) -> int:
+    """How long the learning rate takes to come back.
+
+    Not until training is past the trouble, or it would meet it as it did before.
+    """
+    if steps == 0 or distance <= 0:
+        return steps
+    return steps + distance if same or steps <= distance else steps
+
+
+def _where(target: Target) -> str:
+    if target.name is None:
+        return "nothing was saved yet: from the start"
+    further = ", one further back than the last time" if target.further else ""
+    return f"to step {target.step}{further}"
+
+
+def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, ...]:
+    """What differs, but for the learning rate, whose scale depends on the step."""
+    texts = (
+        ("micro_batch", _text(before.micro_batch), _text(after.micro_batch)),
+        ("mem_factor", f"{before.mem_factor:g}", f"{after.mem_factor:g}"),
+        ("time_factor", f"{before.time_factor:g}", f"{after.time_factor:g}"),
+        ("nodes", _text(before.nodes), _text(after.nodes)),
+        ("worker_factor", f"{before.worker_factor:g}", f"{after.worker_factor:g}"),
+        ("skipped_samples", shown(before.skipped), shown(after.skipped)),
+        ("reseeded", str(before.reseeded), str(after.reseeded)),
+        ("exclude_nodes", ",".join(before.exclude_nodes), ",".join(after.exclude_nodes)),
+        ("variables", " ".join(map(str, before.variables)), " ".join(map(str, after.variables))),
+    )
+    return tuple(Change(name, old, new) for name, old, new in texts if old != new)
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _excluded(rung: Rung, state: RunState, incident: Incident) -> RecoveryPlan:
+    """The plan without the nodes that the incident started on, where there are others to go to."""
+    plan = state.plan
+    if not rung.exclude_node or _here(state):
+        return plan
+    hosts = {host for host in incident.hosts if _is_node(host)}
+    return replace(plan, exclude_nodes=tuple(sorted({*plan.exclude_nodes, *hosts})))
+
+
+def _is_node(host: str) -> bool:
+    """Slurm refuses a whole list for one name in it that is none ("?" of a rank that left none)."""
+    try:
+        check_node_name(host)
+    except ConfigError:
+        return False
+    return True
+
+
+def _here(state: RunState) -> bool:
+    """Whether the run is on one machine without Slurm: there are no others, nor limits."""
+    return bool(state.attempts) and state.attempts[-1].via == VIA_THIS_MACHINE

@@ -1,0 +1,450 @@
+"""The text of one attempt: its launches, and what happened in them in the order of time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from datetime import tzinfo
+
+from slurm_forge.report import text as t
+from slurm_forge.report.explain.logs import (
+    where,
+)
+from slurm_forge.report.story import (
+    story as s,
+)
+from slurm_forge.report.story.consequences import (
+    consequences,
+    restart,
+    saves,
+    strike,
+)
+from slurm_forge.report.story.pace_story import (
+    told_slow,
+    told_trend,
+)
+from slurm_forge.report.story.plan_text import (
+    step_of,
+)
+from slurm_forge.report.story.skipped_steps import (
+    row_of,
+)
+from slurm_forge.report.story.unresolved_failure import (
+    is_fault,
+)
+from slurm_forge.vocabulary.decision import Action
+
+__all__ = ["AttemptTeller"]
+
+_GAP = "   "
+#: Longer evidence is cut where a whole run is told, not where one attempt is.
+_EVIDENCE = 220
+#: Evidence that fits a line stays on it; else each piece has one of its own.
+_ONE_LINE = 130
+#: What was done about an incident goes on in another line behind this many characters.
+_WIDTH = 110
+#: Notes, rows of skipped steps and incidents of a launch that are told without being asked for.
+_SHOWN_NOTES = 5
+_SHOWN_ROWS = 5
+_SHOWN_INCIDENTS = 8
+_SHOWN_PACES = 5
+#: Pieces of evidence that are told without being asked for: the strongest come first.
+_SHOWN_EVIDENCE = 3
+#: What ranks that only followed the first one said: told in a few words.
+_FOLLOWERS = "followers"
+#: Where the stacks of a standstill lie: who reads of one wants them next.
+_STACKS = "stacks"
+_SHORT = 80
+#: Why a save failed fits on its line.
+_SAVE_REASON = 100
+#: Words with a digit or a slash.
+_DIFFERS = re.compile(r"\S*[\d/]\S*")
+#: A rank that went without a word: the least of what is known where there is anything else.
+_SILENT = re.compile(r"rank (\d{1,9}): on (\S+): gone")
+
+#: When it was, and the lines about it.
+_Moment = tuple[float, Sequence[str]]
+
+
+class AttemptTeller:
+    """Tells attempts of a run, briefly or in full."""
+
+    def __init__(self, story: s.RunStory, now: float, zone: tzinfo | None, *, full: bool) -> None:
+        self._now = now
+        self._zone = zone
+        self._full = full
+        self._run = story
+        self._incidents = {
+            incident.id: incident
+            for attempt in story.attempts
+            for launch in attempt.launches
+            for incident in launch.incidents
+        }
+
+    def attempt(self, one: s.AttemptStory, *, over: bool) -> Iterator[str]:
+        """Its lines; ``over``: it does nothing any more."""
+        yield _GAP.join(self._head(one))
+        for launch in one.launches:
+            yield from self._launch(one, launch, over=over)
+        if one.ended is None and over and one.found_out is None:
+            yield f"  ended without a word, last heard of {self._at(one.last_seen)}"
+        yield from self._failures(one)
+        yield from (f"  {strike(each, one.last_seen, self._zone)}" for each in one.struck)
+        yield from self._output(one, silent=one.ended is None and over)
+        yield from self._held(one)
+        # Each launch says what holds for all of them.
+        known = tuple(dict.fromkeys(one.notes))
+        notes = known if self._full else known[:_SHOWN_NOTES]
+        yield from (f"  note: {t.clean(note, 400)}" for note in notes)
+        if len(notes) < len(known):
+            yield f"  and {t.plural(len(known) - len(notes), 'more note')}"
+
+    def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
+        """Where its output lies: needed where something went wrong, and asked for in full."""
+        faults = [i for launch in one.launches for i in launch.incidents if is_fault(i)]
+        if not (faults or silent or self._full):
+            return
+        found = where(one.logs, faults[-1].rank if faults else None)
+        if found:
+            yield f"  output: {t.clean(found, 400)}"
+
+    def _held(self, one: s.AttemptStory) -> Iterator[str]:
+        """In full: that it was put into the queue, held, and with which words."""
+        if self._full and one.held is not None:
+            done = "held" if one.held.confirmed else "asked Slurm to hold it"
+            done = "could not be held" if one.held.refused else done
+            job, why = t.clean(one.held.job, 40), t.clean(one.held.reason, 400)
+            yield f"  {self._at(one.held.time)}  {done} in the queue as job {job}: {why}"
+
+    def _head(self, one: s.AttemptStory) -> Iterator[str]:
+        yield f"attempt {one.number}"
+        if one.job:
+            yield f"job {t.clean(one.job, 40)}"
+        if one.nodes:
+            yield t.some_nodes(one.nodes)
+        end = one.last_seen if one.ended is None and one.found_out is not None else one.ended
+        yield t.period(one.started, end, self._now, self._zone)
+        if one.waited_s is not None and one.waited_s >= 1:
+            queue = " in the queue" if one.job[:1].isdigit() else ""
+            yield f"waited {t.span(one.waited_s)}{queue}"
+        if self._full and one.via:
+            yield f"via {t.clean(one.via, 40)}"
+
+    def _launch(self, one: s.AttemptStory, launch: s.LaunchStory, *, over: bool) -> Iterator[str]:
+        ranks = t.plural(launch.world_size, "rank") if launch.world_size else "ranks unknown"
+        begun = restart(launch.resumes[0]) if launch.resumes else "no training yet"
+        if launch.program is not None:
+            ranks = "external program"
+            far = t.clean(launch.program, 120)
+            begun = f"as far as {far}" if far else "no progress seen"
+        yield f"  launch {launch.number}{_GAP}{ranks}{_GAP}{begun}"
+        moments = [
+            *self._resumes(launch),
+            *self._rejected(launch),
+            *self._skips(launch),
+            *self._probes(launch),
+            *self._paces(launch),
+            *self._incidents_of(one, launch),
+        ]
+        if self._full:
+            moments += self._details(launch)
+        for _, lines in sorted(moments, key=lambda moment: moment[0]):
+            yield from (f"  {line}" for line in lines)
+        if self._full and launch.probes:
+            slowest = launch.slowest_probe_s
+            took = "" if slowest is None else f", the slowest in {t.span(slowest)}"
+            speed = launch.bandwidth
+            fast = "" if speed is None else f", {speed / 1e9:.2g} GB/s over all ranks"
+            # Not each is written down: those behind the last of them are missing.
+            yield f"  at least {t.plural(launch.probes, 'probe')} fine{took}{fast}"
+        if launch.probe_off:
+            why = t.clean(launch.probe_off, self._limit)
+            yield f"  the probe broke and training went on without it: {why}"
+        yield from self._end(launch, over=over)
+
+    def _resumes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        """Training that began again inside the launch; in short told with the incident."""
+        for resume in launch.resumes[1:]:
+            if self._full or self._decision(resume.after) is None:
+                name = "the start"
+                if resume.checkpoint is not None:
+                    name = f"step {t.number(resume.step)} ({t.clean(resume.checkpoint, 80)})"
+                loaded = f", loaded in {t.span(resume.load_s)}"
+                told = f"training again from {name}{loaded}"
+                yield resume.time, [f"{self._at(resume.time)}  {told}"]
+
+    def _rejected(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        for rejected in launch.rejected:
+            if self._full or not self._meant(launch, rejected):
+                name, why = t.clean(rejected.name, 80), t.clean(rejected.reason, self._limit)
+                at = self._at(rejected.time)
+                yield rejected.time, [f"{at}  passed over checkpoint {name}: {why}"]
+
+    def _meant(self, launch: s.LaunchStory, rejected: s.RejectedCheckpoint) -> bool:
+        """Whether it was younger than what a rollback was to go back to."""
+        after = next((r.after for r in launch.resumes if r.time >= rejected.time), None)
+        decision = self._decision(after)
+        if decision is None or decision.action != Action.ROLLBACK.value:
+            return False
+        step = step_of(rejected.name)
+        return step is not None and step > (decision.target_step or 0)
+
+    def _decision(self, incident_id: str | None) -> s.DecisionStory | None:
+        incident = self._incidents.get(incident_id or "")
+        return None if incident is None else incident.decision
+
+    def _skips(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        """Rows of skipped steps that no incident was made of, else they are told with that."""
+        whole, in_part = _rows_of_incidents(launch)
+        rows = [row for row in launch.skipped if self._full or id(row) not in whole]
+        shown = rows if self._full else rows[:_SHOWN_ROWS]
+        for row in shown:
+            yield row.time, list(self._skip(row, seen=id(row) not in in_part))
+        hidden = rows[len(shown) :]
+        if hidden:
+            first = min(row.first_step for row in hidden)
+            last = max(row.last_step for row in hidden)
+            count = t.plural(sum(row.count for row in hidden), "more step")
+            yield (
+                hidden[0].time,
+                [
+                    f"{self._at(hidden[0].time)}  {count} skipped in "
+                    f"{t.plural(len(hidden), 'row')}, between {t.number(first)} "
+                    f"and {t.number(last)}"
+                ],
+            )
+
+    def _skip(self, row: s.SkipStory, *, seen: bool) -> Iterator[str]:
+        """``seen``: what was found out about it is told here, and not with its incident."""
+        undone = "; undone by going back" if row.undone else ""
+        evidence = _told(row.evidence, self._limit) if seen else []
+        first, rest = "; ".join(evidence), []
+        if len(first) > _ONE_LINE:
+            first, *rest = evidence
+        yield (
+            f"{self._at(row.time)}  {t.plural(row.count, 'step')} skipped "
+            f"({t.steps(row.first_step, row.last_step)}, "
+            f"samples {t.steps(row.first_sample, row.last_sample)}{undone})"
+            f"{': ' if first else ''}{first}"
+        )
+        yield from (f"  {line}" for line in rest)
+
+    def _incidents_of(self, one: s.AttemptStory, launch: s.LaunchStory) -> Iterator[_Moment]:
+        """All of them, or the first and the last ones of very many."""
+        incidents = launch.incidents
+        hidden = range(0)
+        if not self._full and len(incidents) > _SHOWN_INCIDENTS:
+            hidden = range(_SHOWN_INCIDENTS // 2, len(incidents) - _SHOWN_INCIDENTS // 2)
+            causes = ", ".join(dict.fromkeys(incidents[index].cause for index in hidden))
+            time = incidents[hidden[0]].time
+            yield (
+                time,
+                [f"{t.number(len(hidden))} more incidents from {self._at(time)} on: {causes}"],
+            )
+        for index, incident in enumerate(incidents):
+            if index not in hidden:
+                last = index == len(incidents) - 1
+                yield incident.time, list(self._incident(one, launch, incident, last=last))
+
+    def _incident(
+        self, one: s.AttemptStory, launch: s.LaunchStory, incident: s.IncidentStory, *, last: bool
+    ) -> Iterator[str]:
+        seen = self._evidence(incident.evidence, one.number)
+        sure = incident.confidence or "its evidence was lost"
+        if incident.found_out is not None:
+            sure += f"; found out {t.moment(incident.found_out, self._now, self._zone)}"
+        step = f"{_bad_steps(incident)}   " if incident.onset is not None else ""
+        first, rest = "; ".join(seen) or "no evidence", []
+        if len(first) > _ONE_LINE:
+            first, *rest = seen
+        yield f"{incident.cause:<16} {self._at(incident.time)}   {step}{first}   ({sure})"
+        yield from (f"  {line}" for line in rest)
+        where_ = _where(incident)
+        if where_ and self._full:
+            yield f"  {where_}"
+        if self._full and incident.decision is not None:
+            yield f"  decided: {t.clean(incident.decision.reason, 400)}"
+        told = list(consequences(one, launch, incident, last=last, run=self._run, zone=self._zone))
+        yield from (f"  {line}" for line in _wrapped(told))
+
+    def _evidence(self, evidence: Sequence[s.Observation], attempt: int) -> list[str]:
+        """All of it in full; else the strongest, and in a few words who only followed."""
+        if self._full:
+            return _told(evidence, 0)
+        followed = [each for each in evidence if each.source == _FOLLOWERS]
+        silent = [each for each in evidence if _SILENT.fullmatch(f"{each.source}: {each.text}")]
+        stacks = [each for each in evidence if each.source == _STACKS]
+        own = [each for each in evidence if each not in (*followed, *silent, *stacks)]
+        told = _told(own[:_SHOWN_EVIDENCE], self._limit)
+        if len(own) > _SHOWN_EVIDENCE:
+            more = t.plural(len(own) - _SHOWN_EVIDENCE, "more piece")
+            told.append(f"{more} with --attempt {attempt}")
+        told += [*_gone(silent), *_told(stacks, 0)]
+        told += [_only_followed(each.text) for each in followed]
+        return told
+
+    def _probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        for row in _in_a_row(launch):
+            first, last = row[0], row[-1]
+            why = t.clean(first.cause, _SAVE_REASON)
+            what = f"save at step {t.number(first.step)}"
+            if len(row) > 1:
+                where = f"steps {t.number(first.step)} to {t.number(last.step)}"
+                what = f"{t.plural(len(row), 'save')} in a row, at {where},"
+            yield first.time, [f"{self._at(first.time)}  {what} failed: {why}"]
+        for late in launch.late_probes:
+            what = "values arrived changed" if late.wrong else "late"
+            yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late)}"]
+
+    def _paces(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        """Slow nodes, and what became slower for everybody; of many the first ones."""
+        shown = None if self._full else _SHOWN_PACES
+        for slow in launch.slow[:shown]:
+            yield slow.time, [f"{self._at(slow.time)}  {told_slow(slow, self._zone)}"]
+        for trend in launch.trends[:shown]:
+            yield trend.time, [f"{self._at(trend.time)}  {told_trend(trend, self._zone)}"]
+
+    def _details(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+        """What is told in full only."""
+        for notice in launch.notices:
+            what, source = t.clean(notice.what, 120), t.clean(notice.source, 120)
+            yield notice.time, [f"{self._at(notice.time)}  notice: {what} ({source})"]
+        if launch.stop_step is not None and launch.notices:
+            agreed = launch.notices[0].time + (launch.agreed_s or 0.0)
+            within = f"within {t.span(launch.agreed_s)}"
+            step = t.number(launch.stop_step)
+            line = f"{self._at(agreed)}  all ranks agreed to stop at step {step} {within}"
+            yield agreed, [line]
+        for saved in launch.checkpoints:
+            name, why = t.clean(saved.name, 80), t.clean(saved.reason, 60)
+            found = t.clean("; ".join(saved.findings), self._limit)
+            doubt = f"; suspect: {found}" if found else ""
+            took = t.span(saved.save_s)
+            yield (
+                saved.time,
+                [f"{self._at(saved.time)}  saved {name} in {took} ({why}){doubt}"],
+            )
+
+    def _end(self, launch: s.LaunchStory, *, over: bool) -> Iterator[str]:
+        summary = saves(launch)
+        if launch.outcome == "finished":
+            step = "" if launch.step is None else f" at step {t.number(launch.step)}"
+            yield f"  finished{step}{_GAP}{self._at(launch.ended)}{_GAP}{summary}".rstrip()
+        elif launch.ended is None and not over:
+            step = "" if launch.step is None else f"step {t.number(launch.step)}, "
+            heard = t.ago(launch.last_seen, self._now)
+            yield f"  running{_GAP}{step}last heard of {heard}{_GAP}{summary}".rstrip()
+        elif not launch.incidents and (launch.outcome or summary):
+            outcome = f"ended: {t.clean(launch.outcome, 60)}" if launch.outcome else ""
+            yield f"  {outcome}{_GAP if outcome else ''}{summary}".rstrip()
+
+    def _failures(self, one: s.AttemptStory) -> Iterator[str]:
+        for comeback in one.comebacks:
+            if comeback.outcome == "failed":
+                why = t.clean(comeback.reason, self._limit)
+                yield (f"  {self._at(comeback.time)}  {t.clean(comeback.method, 60)} failed: {why}")
+
+    @property
+    def _limit(self) -> int:
+        return 0 if self._full else _EVIDENCE
+
+    def _at(self, time: float | None) -> str:
+        return t.clock(time, self._zone)
+
+
+def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
+    """By identity: rows of which every step is told with an incident, and all that one is in."""
+    whole, in_part = set[int](), set[int]()
+    for incident in launch.incidents:
+        row = row_of(launch, incident)
+        if row is not None:
+            in_part.add(id(row))
+            if (row.first_step, row.last_step) == (incident.onset, incident.step):
+                whole.add(id(row))
+    return whole, in_part
+
+
+def _in_a_row(launch: s.LaunchStory) -> Iterator[Sequence[s.FailedSave]]:
+    """Failed saves with no checkpoint between them, by what kind of failure it was."""
+    row: list[s.FailedSave] = []
+    for failed in launch.failed_saves:
+        apart = row and (
+            any(row[-1].time < saved.time <= failed.time for saved in launch.checkpoints)
+            or _kind(row[-1]) != _kind(failed)
+        )
+        if apart:
+            yield row
+            row = []
+        row.append(failed)
+    if row:
+        yield row
+
+
+def _kind(failed: s.FailedSave) -> str:
+    """The reason without what differs from save to save: steps, sizes, paths."""
+    return _DIFFERS.sub("", failed.cause)
+
+
+def _told(evidence: Sequence[s.Observation], limit: int) -> list[str]:
+    return [t.observed(seen.source, seen.text, limit) for seen in evidence]
+
+
+def _only_followed(ranks: str) -> str:
+    whose = "its" if ranks.startswith("rank ") else "their"
+    return f"{t.clean(ranks, _SHORT)} only lost {whose} peer"
+
+
+def _gone(silent: Sequence[s.Observation]) -> list[str]:
+    """``ranks 4, 5 on n06 gone``: by host, in a few words."""
+    by_host: dict[str, list[str]] = {}
+    for each in silent:
+        found = _SILENT.fullmatch(f"{each.source}: {each.text}")
+        if found is not None:
+            by_host.setdefault(found[2], []).append(found[1])
+    return [
+        t.clean(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}", _SHORT)
+        + f" on {t.clean(host, 64)} gone"
+        for host, ranks in by_host.items()
+    ]
+
+
+def _wrapped(phrases: Sequence[str]) -> Iterator[str]:
+    """As many of them on a line as fit."""
+    line = ""
+    for phrase in phrases:
+        longer = f"{line} · {phrase}" if line else phrase
+        if line and len(longer) > _WIDTH:
+            yield line
+            longer = phrase
+        line = longer
+    if line:
+        yield line
+
+
+def _bad_steps(incident: s.IncidentStory) -> str:
+    if incident.onset is None or incident.step is None:
+        return ""
+    word = "step" if incident.onset == incident.step else "steps"
+    return f"{word} {t.steps(incident.onset, incident.step)}"
+
+
+def _where(incident: s.IncidentStory) -> str:
+    parts = []
+    if incident.step is not None:
+        parts.append(f"step {t.number(incident.step)}")
+    if incident.samples is not None:
+        parts.append(f"samples {t.steps(incident.samples.first, incident.samples.last)}")
+    if incident.rank is not None:
+        parts.append(f"rank {t.number(incident.rank)}")
+    if incident.hosts:
+        parts.append(f"on {t.some_nodes(incident.hosts)}")
+    return ", ".join(parts)
+
+
+def _late(late: s.LateProbe) -> str:
+    hosts = dict(zip(late.ranks, late.hosts, strict=False))
+    named = (
+        f"rank {rank}" + (f" ({t.clean(hosts[rank], 64)})" if rank in hosts else "")
+        for rank in late.ranks
+    )
+    return ", ".join(named) or "no single rank"

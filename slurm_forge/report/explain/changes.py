@@ -1,0 +1,267 @@
+"""What recovery changed: the part that is science, and the part that only is how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from slurm_forge.journal import Record
+from slurm_forge.journal import events as ev
+from slurm_forge.report.story.lineage import (
+    Lineage,
+    PlanSpan,
+)
+from slurm_forge.report.story.plan_text import (
+    back_to_schedule,
+    factor,
+    left_out,
+    nodes_in_words,
+    ranges,
+    samples_in,
+)
+from slurm_forge.report.story.skipped_steps import (
+    skip_rows,
+)
+from slurm_forge.report.story.story import (
+    ScienceChange,
+)
+from slurm_forge.report.text import clean, number, plural, steps
+from slurm_forge.vocabulary.decision import Change, Decision
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["what_changed"]
+
+#: Parameters whose part in the result is told from the plans themselves.
+_PLANNED = frozenset({"lr_scale", "skipped_samples", "reseeded"})
+_SHOWN_ROWS = 5
+
+
+def what_changed(
+    ordered: Iterable[Record],
+    lineage: Lineage,
+    *,
+    total_steps: int | None = None,
+    global_batch: int | None = None,
+    nodes_asked: int | None = None,
+    over: bool = False,
+) -> tuple[ScienceChange, ...]:
+    """Everything that differs from an undisturbed run, science first; undone steps change nothing.
+
+    A parameter that this version does not know counts as science: better said once too often.
+    ``over``: the run trains no further.
+    """
+    ordered = list(ordered)
+    decisions = list(_decisions(ordered))
+    last = decisions[-1].plan if decisions else RecoveryPlan()
+    found = [
+        *_learning_rate(lineage, total_steps, over=over),
+        *_samples(last),
+        *_random_numbers(lineage, last),
+        *_unknown(decisions),
+        *_from_training(lineage),
+        *_from_resumes(ordered),
+        *_beside(decisions, global_batch, nodes_asked),
+        *_by_persons(ordered),
+    ]
+    return tuple(sorted(found, key=lambda change: not change.science))
+
+
+def _decisions(ordered: Iterable[Record]) -> Iterator[Decision]:
+    """Those that were applied: the first of every incident."""
+    applied: set[str] = set()
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.DecisionTaken) and event.decision.incident_id not in applied:
+            applied.add(event.decision.incident_id)
+            yield event.decision
+
+
+def _learning_rate(lineage: Lineage, total: int | None, *, over: bool) -> Iterator[ScienceChange]:
+    reached = lineage.step or 0
+    periods: list[_Lowered] = []
+    for span, stop in zip(lineage.plans, _stops(lineage.plans, reached), strict=True):
+        lasts = span is lineage.plans[-1] and not over
+        lowered = _lowered(span, stop, lasts=lasts)
+        if lowered is None:
+            continue
+        if periods and periods[-1].stop == lowered.first:
+            periods[-1].join(lowered)
+        else:
+            periods.append(lowered)
+    for period in periods:
+        text = f"learning rate lowered for {plural(period.stop - period.first, 'step')}"
+        back = period.plan.lr_from_step + period.plan.lr_ramp_steps
+        if (
+            not over
+            and period.stop == reached
+            and (period.plan.lr_ramp_steps <= 0 or back > reached)
+        ):
+            text += " so far"
+        yield _lr(f"{text} ({period.told(total)})")
+    coming = lineage.coming
+    if coming is not None and coming.lr_factor != 1.0 and not over:
+        lowered = _Lowered(coming.lr_from_step, coming.lr_from_step, coming.lr_factor, coming)
+        yield _lr(f"learning rate to be lowered ({lowered.told(total)})")
+
+
+def _lr(text: str) -> ScienceChange:
+    return ScienceChange(parameter="lr_scale", text=text, science=True)
+
+
+class _Lowered:
+    """Steps ``first`` to ``stop`` (not included) trained with less: ``scale`` at the lowest."""
+
+    def __init__(self, first: int, stop: int, scale: float, plan: RecoveryPlan) -> None:
+        self.first, self.stop, self.scale, self.plan = first, stop, scale, plan
+
+    def join(self, later: _Lowered) -> None:
+        self.stop, self.plan = later.stop, later.plan
+        self.scale = min(self.scale, later.scale)
+
+    def told(self, total: int | None) -> str:
+        back = back_to_schedule(self.plan, total) or ", and it stays"
+        return f"x{factor(self.scale)} from step {number(self.first)} on{back}"
+
+
+def _stops(plans: Sequence[PlanSpan], reached: int) -> list[int]:
+    following = [span.first for span in plans[1:]]
+    return [*following, reached] if plans else []
+
+
+def _lowered(span: PlanSpan, stop: int, *, lasts: bool) -> _Lowered | None:
+    """``lasts``: it is the one in force, be it that no step has been made with it yet."""
+    plan = span.plan
+    if plan.lr_factor == 1.0:
+        return None
+    if plan.lr_ramp_steps > 0:
+        stop = min(stop, plan.lr_from_step + plan.lr_ramp_steps)
+    if stop < span.first or (stop == span.first and not lasts):
+        return None
+    return _Lowered(span.first, stop, plan.lr_scale(span.first), plan)
+
+
+def _samples(plan: RecoveryPlan) -> Iterator[ScienceChange]:
+    windows = ranges(plan)
+    if windows:
+        count = plural(samples_in(windows), "sample")
+        yield ScienceChange(
+            parameter="skipped_samples",
+            text=f"{count} left out ({left_out(windows)})",
+            science=True,
+        )
+
+
+def _random_numbers(lineage: Lineage, last: RecoveryPlan) -> Iterator[ScienceChange]:
+    before = 0
+    for span in lineage.plans:
+        if span.plan.reseeded > before:
+            text = f"random numbers (dropout, …) drawn anew from step {number(span.first)} on"
+            yield ScienceChange(parameter="reseeded", text=text, science=True)
+        before = span.plan.reseeded
+    if last.reseeded > before:
+        text = "random numbers (dropout, …) to be drawn anew"
+        yield ScienceChange(parameter="reseeded", text=text, science=True)
+
+
+def _unknown(decisions: Iterable[Decision]) -> Iterator[ScienceChange]:
+    for change in (change for decision in decisions for change in decision.changes):
+        if change.parameter not in _PLANNED and change.parameter not in _BESIDE:
+            old, new = clean(change.old, 200), clean(change.new, 200)
+            text = f"{clean(change.parameter, 64)} {old} → {new}"
+            yield ScienceChange(parameter=change.parameter, text=text, science=True)
+
+
+#: What changes only how the same is computed.
+_BESIDE = (
+    "micro_batch", "mem_factor", "worker_factor", "time_factor", "nodes", "exclude_nodes",
+    "variables",
+)  # fmt: skip
+
+
+def _beside(
+    decisions: Sequence[Decision], global_batch: int | None, nodes_asked: int | None
+) -> Iterator[ScienceChange]:
+    for parameter in _BESIDE:
+        changes = [c for each in decisions for c in each.changes if c.parameter == parameter]
+        if changes:
+            text = _way(changes[0], changes[-1], global_batch, nodes_asked)
+            yield ScienceChange(parameter=parameter, text=text, science=False)
+
+
+def _way(first: Change, last: Change, global_batch: int | None, asked: int | None) -> str:
+    """From the first value to the last one."""
+    old, new = clean(first.old, 120), clean(last.new, 200)
+    match first.parameter:
+        case "micro_batch":
+            before = "" if old in ("", "-") else f"{old} → "
+            same = (
+                "the same global batch"
+                if global_batch is None
+                else f"global batch {number(global_batch)}"
+            )
+            return f"micro-batch {before}{new} with more accumulation, {same} throughout"
+        case "mem_factor":
+            return f"memory x{factor(new)} of what was asked"
+        case "worker_factor":
+            return f"data-loader workers x{factor(new)}"
+        case "time_factor":
+            return f"time limit x{factor(new)} of what was asked"
+        case "nodes":
+            return nodes_in_words(old, new, asked)
+        case "variables":
+            return f"after trouble ranks were started with {new or 'the usual variables again'}"
+        case _:
+            return f"nodes left out: {new or 'none any more'}"
+
+
+def _by_persons(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+    """What a person asked for otherwise at a later start: nothing of it is what is computed."""
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.UserAsked) and event.verb.startswith(_CHANGE):
+            who = f", asked for by {clean(event.user, 64)}" if event.user else ""
+            text = f"{clean(event.verb.removeprefix(_CHANGE), 300)}{who}"
+            yield ScienceChange(parameter="asked", text=text, science=False)
+
+
+#: How the verb of a person begins who changed something of the job file.
+_CHANGE = "change "
+#: Differences of a resume that the result follows from; the rest is how it is computed.
+_SCIENCE = ("data ", "data.", "sampling.", "job.args", "job.entry", "model", "optimizer")
+
+
+def _from_resumes(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+    """What somebody else changed between two launches, and the job let pass."""
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.ResumeCompared) and not event.refused:
+            told = [line for line in event.differences if line.startswith(_SCIENCE)]
+            if told:
+                shown = "; ".join(clean(line, 120) for line in told[:3])
+                more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+                text = f"resumed on something else in attempt {record.attempt}: {shown}{more}"
+                yield ScienceChange(parameter="resumed", text=text, science=True)
+
+
+def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
+    if lineage.skipped:
+        rows = skip_rows(lineage.skipped)
+        samples = sum(one.last_sample - one.first_sample + 1 for one in rows)
+        where = ", ".join(steps(one.first_step, one.last_step) for one in rows[:_SHOWN_ROWS])
+        more = ", …" if len(rows) > _SHOWN_ROWS else ""
+        count = plural(len(lineage.skipped), "update")
+        unused = plural(samples, "sample")
+        undone = ""
+        if lineage.undone:
+            undone = f"; {plural(len(lineage.undone), 'more skip')} undone by going back"
+        yield ScienceChange(
+            parameter="skipped",
+            text=f"{count} skipped (step {where}{more}: {unused} without effect{undone})",
+            science=True,
+        )
+    for resumed in lineage.inexact:
+        yield ScienceChange(
+            parameter="randomness",
+            text=f"randomness derived anew at step {number(resumed.step)} "
+            f"({plural(resumed.world_size, 'rank')}; the checkpoint is of another start)",
+            science=True,
+        )

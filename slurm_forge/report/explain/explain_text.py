@@ -1,0 +1,166 @@
+"""The text of ``explain``: a header, every attempt, and what it comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import tzinfo
+
+from slurm_forge.journal import RunStatus
+from slurm_forge.report import text as t
+from slurm_forge.report.explain.attempt_text import (
+    AttemptTeller,
+)
+from slurm_forge.report.status.status_text import (
+    failing_saves_text,
+)
+from slurm_forge.report.story import (
+    story as s,
+)
+from slurm_forge.report.story.unresolved_failure import (
+    is_fault,
+)
+
+__all__ = ["explain_text"]
+
+_GAP = "   "
+#: What is shorter than this, in time and as a share of all, is not worth a word in the header.
+_WORTH_TELLING_S = 1.0
+_WORTH_TELLING = 0.001
+#: The same of every rank's time in the closing line, in seconds.
+_COSTS_S = 5.0
+_SHOWN_ATTEMPTS = 5
+_ONE_LINE = 130
+
+
+def explain_text(
+    story: s.RunStory,
+    *,
+    now: float,
+    reference: str,
+    zone: tzinfo | None = None,
+    attempt: int | None = None,
+) -> str:
+    """The story as lines; ``attempt`` tells that one in full.  ``zone`` None is the local one."""
+    lines = [_header(story)]
+    if story.status != RunStatus.FINISHED.value:
+        lines.append(_GAP + t.clean(story.words, 400))
+    if len(story.jobs) > 1:
+        lines.append(_GAP + t.chain(story.jobs))
+    if story.failing_saves is not None:
+        lines.append(f"{_GAP}saves: {failing_saves_text(story.failing_saves, zone)}")
+    lines += [f"{_GAP}warning: {warning}" for warning in story.warnings]
+    told = [a for a in story.attempts if attempt in (None, a.number)]
+    if not told:
+        lines += ["", "no attempt has been started yet" if attempt is None else "no such attempt"]
+    teller = AttemptTeller(story, now, zone, full=attempt is not None)
+    last = story.attempts[-1].number if story.attempts else None
+    for one in told:
+        rests = story.status not in (RunStatus.RUNNING.value, RunStatus.SUBMITTED.value)
+        lines += ["", *teller.attempt(one, over=one.number != last or rests)]
+    lines += ["", *_closing(story, reference, attempt)]
+    return "\n".join(lines) + "\n"
+
+
+def _header(story: s.RunStory) -> str:
+    parts = [t.clean(story.run, 80), story.status]
+    if story.step is not None:
+        of = "" if story.total_steps is None else f" of {t.number(story.total_steps)}"
+        parts.append(f"step {t.number(story.step)}{of}")
+    if story.attempts:
+        launches = sum(len(attempt.launches) for attempt in story.attempts)
+        parts.append(
+            f"{t.plural(len(story.attempts), 'attempt')}, "
+            f"{t.plural(launches, 'launch', 'launches')}"
+        )
+    if story.goodput is not None and story.elapsed_s is not None:
+        parts.append(f"goodput {t.share(story.goodput)}")
+        parts.append(f"{_spent(story, story.elapsed_s)}of {t.span(story.elapsed_s)}")
+    return _GAP.join(parts)
+
+
+def _spent(story: s.RunStory, elapsed: float) -> str:
+    """Where the rest of the time went: what every run pays apart from what this one lost."""
+    elsewhere = story.startup_s + story.ending_s + story.queued_s + story.rest_s
+    lost = elapsed - story.kept_s - elsewhere
+    told = [
+        f"{word} {t.span(seconds)}"
+        for word, seconds in (
+            ("start-up", story.startup_s),
+            ("waiting", story.queued_s),
+            ("at rest", story.rest_s),
+            ("ending", story.ending_s),
+            ("lost", lost),
+        )
+        if seconds >= max(_WORTH_TELLING_S, _WORTH_TELLING * elapsed)
+    ]
+    return f"{', '.join(told)} " if told else ""
+
+
+def _cost(story: s.RunStory) -> Iterator[str]:
+    """What the nodes were held for in vain, and how long the run waited for them."""
+    worth = _COSTS_S * max((each.ranks or 1 for each in _incidents(story)), default=1)
+    if story.lost_rank_s >= worth:
+        why = []
+        if story.repeated_steps:
+            least = "at least " if story.repeated_at_least else ""
+            why.append(f"{least}{t.plural(story.repeated_steps, 'step')} repeated")
+        if story.starts:
+            why.append(t.plural(story.starts, "more start"))
+        because = f" ({', '.join(why)})" if why else ""
+        yield f"{t.rank_time(story.lost_rank_s, story.gpus_per_rank)} lost{because}"
+    if story.idle_rank_s >= worth:
+        yield f"{t.rank_time(story.idle_rank_s, story.gpus_per_rank)} idle"
+    if story.waited_s >= _WORTH_TELLING_S:
+        where = " in the queue" if story.job[:1].isdigit() else ""
+        yield f"{t.span(story.waited_s)} waiting{where}"
+
+
+def _incidents(story: s.RunStory) -> Iterator[s.IncidentStory]:
+    for attempt in story.attempts:
+        for launch in attempt.launches:
+            yield from launch.incidents
+
+
+def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator[str]:
+    cost = list(_cost(story))
+    if cost:
+        yield from _listed("What it cost", [", ".join(cost)])
+    science = [t.clean(change.text, 400) for change in story.changes if change.science]
+    beside = [t.clean(change.text, 400) for change in story.changes if not change.science]
+    told = [*science, "nothing else"] if science else ["nothing"]
+    yield from _listed("What was changed for your science", told)
+    if beside:
+        yield from _listed("What was changed beside it", beside)
+    if story.next:
+        yield from _listed("Next", [t.clean(step, 400) for step in story.next])
+    lessons = [t.clean(lesson, 400) for lesson in story.next_time]
+    if lessons or not story.next:
+        yield from _listed("Next time", lessons or ["nothing to do"])
+    if attempt is None:
+        yield from _details(story, reference)
+
+
+def _listed(label: str, told: Sequence[str]) -> Iterator[str]:
+    """On one line where it is short enough to be read at a glance, else one below the other."""
+    line = f"{label}: {'; '.join(told)}."
+    if len(told) == 1 or len(line) <= _ONE_LINE:
+        yield line
+        return
+    yield f"{label}:"
+    yield from (f"  {one}" for one in told)
+
+
+def _details(story: s.RunStory, reference: str) -> Iterator[str]:
+    """The newest attempt in which something went wrong, else in which anything happened."""
+    eventful = [a.number for a in story.attempts if any(launch.incidents for launch in a.launches)]
+    if not eventful:
+        return
+    faulty = [
+        a.number
+        for a in story.attempts
+        if any(is_fault(incident) for launch in a.launches for incident in launch.incidents)
+    ]
+    chosen = (faulty or eventful)[-1]
+    others = [str(number) for number in eventful if number != chosen][-_SHOWN_ATTEMPTS:]
+    beside = f"   (or {', '.join(others)})" if others else ""
+    yield f"Details: slurm-forge explain {t.clean(reference, 300)} --attempt {chosen}{beside}"

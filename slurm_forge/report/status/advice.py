@@ -1,0 +1,184 @@
+"""What the user can do now."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.recovery.policy.remedies import (
+    remedy,
+)
+from slurm_forge.report.status.report_facts import (
+    RunFacts,
+)
+from slurm_forge.report.status.run_status import (
+    Standing,
+    again,
+    ends_at_once,
+    to_go_on,
+    turn,
+)
+from slurm_forge.report.story.consequences import (
+    NEXT,
+)
+from slurm_forge.report.story.story import (
+    FailingSaves,
+    IncidentStory,
+    RunStory,
+)
+from slurm_forge.report.text import clean, number, plural
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["go_on", "next_in_story", "next_steps"]
+
+_BY_ADMIN = "JobHeldAdmin"
+#: Commands in what a person can do, before the run has a name.
+_REQUEUE = "slurm-forge requeue RUN "
+_COMMAND = re.compile(rf" \({_REQUEUE}[^()]*\)")
+_REPAIR = "repair the environment that the job starts in (its modules, its Python)"
+
+
+def go_on(reference: str, job: str, standing: Standing | None = None) -> str:
+    """The command that lets a run go on; ``job`` tells where it was started."""
+    command = again(reference, job)
+    held = waiting = None
+    if standing is not None:
+        held, waiting = standing.held_job, standing.waiting
+        if standing.not_started is not None:  # its script has asked for it to be held
+            held = standing.not_started.job
+    if waiting is not None and not waiting.held:
+        held = None  # it is not in the queue any more, or nobody holds it
+    elif waiting is not None:
+        held = waiting.job
+    if held is None or (waiting is not None and waiting.reason == _BY_ADMIN):
+        return command
+    return f"scontrol release {clean(held, 40)}, or {command}"
+
+
+def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[str, ...]:
+    """What a person who looks at the status would do now; one line each."""
+    name, status = facts.reference, standing.status
+    onward = go_on(name, state.job, standing)
+    if status is RunStatus.FINISHED:
+        return (f"nothing to do: slurm-forge explain {name} tells how it went",)
+    if state.open_intent is not None:
+        return (f"carry out the requeue that Slurm has not taken: slurm-forge reconcile {name}",)
+    if standing.not_started is not None and standing.not_started.next_step:
+        # A start of ours that failed: unlike those of batch scripts, nothing holds the job.
+        first = clean(standing.not_started.next_step, 300)
+        return (first, f"then, to go on: {again(name, state.job)}")
+    if standing.not_started is not None:
+        return (_REPAIR, f"then, to go on: {onward}")
+    if standing.gone is not None:
+        if state.status is not RunStatus.RUNNING:
+            return (standing.gone.next,)  # there is nothing more to see
+        return _then_see(standing, name, standing.gone.next)
+    waiting, job = standing.waiting, clean(state.job, 40)
+    if ends_at_once(facts, status, waiting) and (waiting is None or waiting.state):
+        ends = f"{turn(waiting)} it ends at once, without training"
+        return (ends, f"to free the queue now: scancel {job}")
+    if waiting is not None and status is not RunStatus.HELD:
+        return (waiting.next,)
+    match status:
+        case RunStatus.NEW:
+            return (f"if it was not handed to sbatch by hand: {onward}",)
+        case RunStatus.SUBMITTED | RunStatus.REQUEUED:
+            where = f" (squeue -j {job})" if job[:1].isdigit() else ""
+            return (f"nothing to do: it starts when there is room{where}",)
+        case RunStatus.RUNNING if standing.doubtful:
+            look = f"squeue -j {job}" if job[:1].isdigit() else "look for its processes"
+            return (f"see whether it is alive: {look}", f"if it is not: {onward}")
+        case RunStatus.HELD:
+            return (
+                f"see why: slurm-forge explain {name}",
+                _asks_administrator(standing) or f"then, to go on: {onward}",
+            )
+        case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
+            return (
+                f"see what went wrong before: slurm-forge explain {name}",
+                f"then, {to_go_on(facts, state, of_program=standing.of_program)}: {onward}",
+            )
+        case RunStatus.STOPPED | RunStatus.CANCELLED:
+            return (f"{to_go_on(facts, state, of_program=standing.of_program)}: {onward}",)
+        case _ if standing.failing_saves is not None:
+            return (
+                f"{remedy(Cause.STORAGE)}: {_at_risk(standing.failing_saves)}",
+                f"to see each failed save: slurm-forge explain {name}",
+            )
+        case _ if facts.stop_asked:
+            return (f"nothing to do: it saves and stops; later, to go on: {onward}",)
+        case _:
+            return (f"nothing to do; to watch it: slurm-forge status {name} --follow",)
+
+
+def _then_see(standing: Standing, name: str, next_: str) -> tuple[str, ...]:
+    """What to do about a job that Slurm knows to be over."""
+    if standing.status is RunStatus.REQUEUED:
+        return (next_,)
+    return (f"see what is known: slurm-forge explain {name}", next_)
+
+
+def _at_risk(failing: FailingSaves) -> str:
+    steps = plural(failing.at_risk_steps, "step")
+    verb = "is" if failing.at_risk_steps == 1 else "are"
+    if failing.committed_step is None:
+        return f"there is no checkpoint yet, {steps} {verb} at risk"
+    return f"{steps} since step {number(failing.committed_step)} {verb} at risk"
+
+
+def next_in_story(
+    facts: RunFacts, state: RunState, standing: Standing, story: RunStory
+) -> tuple[str, ...]:
+    """As ``next_steps``, for somebody who has the whole story before them; empty once finished."""
+    if standing.status is RunStatus.FINISHED:
+        return ()
+    if state.open_intent is not None or standing.not_started is not None:
+        return next_steps(facts, state, standing)
+    if standing.gone is not None:
+        return (standing.gone.next,)
+    onward = go_on(facts.reference, state.job, standing)
+    if standing.status is RunStatus.HELD:
+        last = next(reversed(list(_incidents(story))), None)
+        first = _reasoned(state) or _remedy(None if last is None else last.cause)
+        if _asks_administrator(standing):
+            return (_then(_COMMAND.sub("", first), _asks_administrator(standing)),)
+        return (_going_on(first, facts.reference, state.job, onward),)
+    if standing.trouble is not None:
+        first = _remedy(standing.trouble.incident.cause)
+        return (_going_on(first, facts.reference, state.job, onward),)
+    return next_steps(facts, state, standing)
+
+
+def _asks_administrator(standing: Standing) -> str:
+    """What is to be done where nobody else can let it go on."""
+    waiting = standing.waiting
+    return waiting.next if waiting is not None and waiting.reason == _BY_ADMIN else ""
+
+
+def _going_on(first: str, name: str, job: str, onward: str) -> str:
+    """What to change and the command to go on with, which may be the one that changes it."""
+    if again(name, job) != f"slurm-forge requeue {name}":  # it was started on this machine
+        return _then(_COMMAND.sub("", first), onward)
+    named = first.replace(_REQUEUE, f"slurm-forge requeue {name} ")
+    return named if named != first else _then(first, onward)
+
+
+def _then(first: str, onward: str) -> str:
+    return f"{first}{'; then' if ';' in first else ', then'} {onward}"
+
+
+def _reasoned(state: RunState) -> str:
+    """What the decision itself says is to be done next: it knows more than the cause alone."""
+    return clean(state.reason.partition(NEXT)[2], 300)
+
+
+def _remedy(cause: str | None) -> str:
+    known = next((each for each in Cause if each.value == cause), Cause.UNKNOWN)
+    return remedy(known)
+
+
+def _incidents(story: RunStory) -> Iterator[IncidentStory]:
+    for attempt in story.attempts:
+        for launch in attempt.launches:
+            yield from launch.incidents

@@ -1,0 +1,1 @@
+"""What happened in a run, from journal records to values.  Pure; used by status and explain."""

@@ -1,0 +1,61 @@
+"""Steps whose update was left out: told by the row, however many there are."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import replace
+
+from slurm_forge.journal import events as ev
+from slurm_forge.report.story import (
+    story as s,
+)
+
+__all__ = ["TimedSkip", "row_of", "skip_rows"]
+
+#: When it was, and the event.
+TimedSkip = tuple[float, ev.StepSkipped]
+
+
+def skip_rows(skips: Iterable[TimedSkip]) -> tuple[s.SkipStory, ...]:
+    """Skipped steps in a row, put together where their samples are in a row too."""
+    rows: list[s.SkipStory] = []
+    for time, skip in skips:
+        evidence = tuple(s.Observation(e.source, e.text) for e in skip.evidence)
+        last_sample = skip.first_sample + max(1, skip.samples) - 1
+        before = rows[-1] if rows else None
+        if (
+            before is not None
+            and skip.step == before.last_step + 1
+            and skip.first_sample == before.last_sample + 1
+        ):
+            rows[-1] = replace(
+                before,
+                last_step=skip.step,
+                last_sample=last_sample,
+                evidence=before.evidence or evidence,
+            )
+            continue
+        rows.append(
+            s.SkipStory(
+                first_step=skip.step,
+                last_step=skip.step,
+                first_sample=skip.first_sample,
+                last_sample=last_sample,
+                time=time,
+                evidence=evidence,
+            )
+        )
+    return tuple(rows)
+
+
+def row_of(launch: s.LaunchStory, incident: s.IncidentStory) -> s.SkipStory | None:
+    """The row of skipped steps that an incident was made of, if it was."""
+    onset, step = incident.onset, incident.step
+    if onset is None or step is None:
+        return None
+    index = bisect_right(launch.skipped, incident.time, key=lambda row: row.time)
+    row = launch.skipped[index - 1] if index else None
+    if row is None or not row.first_step <= onset <= step <= row.last_step:
+        return None
+    return row

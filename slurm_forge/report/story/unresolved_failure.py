@@ -1,0 +1,49 @@
+"""What went wrong and has not been shown to be over: a stop by a person does not mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurm_forge.report.story.story import (
+    AttemptStory,
+    IncidentStory,
+)
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Trouble", "is_fault", "unmended"]
+
+#: Somebody or something wanted the run to stop: nothing is broken.
+_INTERRUPTIONS = frozenset(
+    cause.value
+    for cause in (
+        Cause.PREEMPTED,
+        Cause.TIME_LIMIT,
+        Cause.USER_CANCELLED,
+        Cause.ADMIN_REQUEUE,
+        Cause.STOP_REQUESTED,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A fault, and the attempt that it happened in."""
+
+    attempt: int
+    incident: IncidentStory
+
+
+def is_fault(incident: IncidentStory) -> bool:
+    """Whether something went wrong, as opposed to somebody wanting the run to stop."""
+    return incident.cause not in _INTERRUPTIONS
+
+
+def unmended(attempts: Sequence[AttemptStory]) -> Trouble | None:
+    """The newest fault, unless training has got past it since; None if there is none."""
+    for attempt in reversed(attempts):
+        for launch in reversed(attempt.launches):
+            for incident in reversed(launch.incidents):
+                if is_fault(incident):
+                    return None if incident.recovered else Trouble(attempt.number, incident)
+    return None

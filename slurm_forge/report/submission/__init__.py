@@ -1,0 +1,1 @@
+"""What is reported before a job is submitted.  Pure."""

@@ -1,0 +1,1 @@
+"""Text of Slurm's commands and files, as values and back.  Pure."""

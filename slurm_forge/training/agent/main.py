@@ -1,0 +1,379 @@
+"""The standing agent of a rank: the process ``agent RUN [-- -m MODULE …]``.
+
+The direct child of slurmstepd.  It imports what a rank needs, once, and forks the worker of each
+launch, so that a relaunch costs neither an srun nor an interpreter nor an import.  It records the
+signals that Slurm sends to direct children only, ends a worker for sure with all that it started,
+and says how it ended.  One thread; it never trains, never touches a GPU, and outlives every worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.messages import (
+    agent as a,
+)
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.descendants import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    kill_children,
+    what_is_left,
+)
+from slurm_forge.errors import ControlChannelError, ForgeError
+from slurm_forge.knobs import Knobs
+from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.slurm.kernel import read_oom_kills
+from slurm_forge.training.agent.event_loop import (
+    AgentLoop,
+)
+from slurm_forge.training.agent.gpu_memory import (
+    wait_until_given_back,
+)
+from slurm_forge.training.agent.worker import (
+    ForkedWorker,
+    Program,
+    program_of,
+)
+from slurm_forge.training.rank.in_process_relaunch import (
+    ParkedWorker,
+    ParkingPlace,
+)
+from slurm_forge.training.rank.preload import (
+    give_threads_back,
+    preload,
+    why_not_forkable,
+)
+
+__all__ = ["Agent", "main"]
+
+_CONNECT_S = 30.0
+_TICK_S = 1.0
+#: While something is to end, nothing but looking again tells that an adopted process is gone.
+_ENDING_TICK_S = 0.005
+#: What SIGKILL does not end within this time sits in the kernel: the supervisor is told.
+_END_WITHIN_S = 3.0
+#: The supervisor is gone: rank 0 may have become its deputy, who asks Slurm for less than this.
+_ALONE_S = 60.0
+#: The first rank of the second node may be the deputy of a lost node, who waits until Slurm has
+#: given that one up (``launch.second_deputy``: 20 minutes), and asks then.
+_ALONE_SECOND_S = 22 * 60.0
+
+
+class Agent:
+    """Serves one rank until it is told to leave.
+
+    ``serve`` returns in a forked child, where the order is that of the launch to be a rank of.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        rank: int,
+        world: int,
+        host: str,
+        channel: str,
+        nonce: str,
+        variables: Mapping[str, str],
+        leads_second_node: bool = False,
+    ) -> None:
+        self._program = program
+        self._alone_s = _ALONE_SECOND_S if leads_second_node else _ALONE_S
+        self._variables = variables
+        self._nonce = nonce
+        self._loop = AgentLoop(self._signalled)
+        self._buffer = b""
+        self._parking: ParkingPlace | None = None
+        self._orders: list[a.Begin] = []
+        self._worker: ForkedWorker | None = None
+        self._last_launch = 0
+        self._why_not = ""
+        self._leaving = False
+        self._welcomed = False
+        self._alone_since: float | None = None
+        hosts, port = parse_addresses(channel)
+        try:
+            self._socket = connect(hosts, port, _CONNECT_S)
+        except OSError as error:
+            raise ControlChannelError(
+                f"the agent of rank {rank} can't reach the supervisor at {channel}: {error}",
+                next_step="Can compute nodes open TCP connections to each other?  A site file can "
+                "name the interface (socket_interface).",
+            ) from error
+        self._socket.settimeout(_CONNECT_S)
+        self._say(a.AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
+        self._loop.watch(self._socket.fileno(), self._heard)
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Import what a rank needs, while signals and orders are heard on a thread."""
+        began = time.monotonic()
+        over = threading.Event()
+        listening = threading.Thread(target=self._listen, args=(over,), name="forge-agent")
+        listening.start()
+        try:
+            more = (self._program.module,) if self._program.module else ()
+            problem = preload(self._variables, tuple(name for name in more if "." in name))
+        finally:
+            over.set()
+            listening.join()
+        if problem:
+            sys.stderr.write(f"slurm_forge: imported less than a rank needs ({problem})\n")
+        self._why_not = why_not_forkable()
+        self._say(a.Ready(seconds=time.monotonic() - began, why_not=self._why_not))
+
+    def _listen(self, over: threading.Event) -> None:
+        while not over.is_set():
+            self._loop.turn(0.02)
+
+    def serve(self) -> a.Begin:
+        """Until the end of the agent; returns in the child that is to be the rank."""
+        while True:
+            if self._orders and (self._worker is None or self._worker.parked):
+                order = self._orders[0]
+                if self._worker is not None:
+                    self._go_on(self._worker, order)
+                elif self._begin(self._orders.pop(0)):
+                    return order
+            ending = self._worker is not None and self._worker.ending_since is not None
+            self._loop.turn(_ENDING_TICK_S if ending else _TICK_S)
+            self._look_after_worker()
+            if self._worker is None and not self._orders and self._is_over():
+                self._exit()
+
+    def _is_over(self) -> bool:
+        return self._leaving or self._alone_since is not None
+
+    def _exit(self) -> NoReturn:
+        # Nothing of torch's is to be torn down: this process has only imported it.
+        kill_children()
+        os._exit(0)
+
+    # -- orders --------------------------------------------------------------------------------
+
+    def _heard(self) -> None:
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data or len(self._buffer) > p.LINE_LIMIT:
+            # The supervisor is gone, or the way to it.  The worker sees the same on its own channel
+            # and leaves; rank 0 may turn into the deputy, whose parent this is: it is left alone.
+            self._loop.forget(self._socket.fileno())
+            self._alone_since = time.monotonic()
+            self._orders.clear()
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            try:
+                self._take(a.decode_agents(line))
+            except ControlChannelError as error:
+                sys.stderr.write(f"slurm_forge: {error}\n")
+
+    def _take(self, message: p.Message) -> None:
+        if self._leaving:
+            return
+        match message:
+            case a.AgentWelcome() if p.same_nonce(message.nonce, self._nonce):
+                self._welcomed = True
+            case _ if not self._welcomed:  # whoever that is, it is not who started this step
+                self._loop.forget(self._socket.fileno())
+                self._leaving = True
+            case a.Begin():
+                self._orders = [message]
+            case a.End():
+                self._cancel(message.launch)
+                if self._worker is not None and not self._worker.parked:
+                    self._end_worker(message.launch)
+            case a.Leave():
+                self._leaving = True
+                self._orders.clear()
+                if self._worker is not None:
+                    self._end_worker(self._worker.launch)
+            case _:
+                pass
+
+    def _cancel(self, launch: int) -> None:
+        """An order that was not begun is answered all the same: nothing of that launch lives."""
+        begun = self._worker is not None and self._worker.launch == launch
+        self._orders = [each for each in self._orders if each.launch != launch]
+        if not begun and self._last_launch < launch:
+            self._last_launch = launch
+            self._say(
+                a.Ended(
+                    launch=launch, pid=0, signal="", code=0, ours=True, memory="", others=0,
+                    left="", parked=False,
+                )
+            )  # fmt: skip
+
+    def _begin(self, order: a.Begin) -> bool:
+        """Fork; whether this is the child."""
+        if order.launch <= self._last_launch:
+            return False
+        self._last_launch = order.launch
+        kills = read_oom_kills()
+        agent = os.getpid()
+        mine, its = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._loop.leave_in_child()
+            self._socket.close()
+            mine.close()
+            self._parking = ParkingPlace(its)
+            die_with_parent(agent)
+            return True
+        its.close()
+        worker = ForkedWorker(pid, order.launch, kills, ParkedWorker(mine))
+        self._worker = worker
+        self._loop.watch(mine.fileno(), lambda: self._heard_worker(worker))
+        how = "exec" if self._why_not else "fork"
+        self._say(a.Begun(launch=order.launch, pid=pid, how=how))
+        return False
+
+    def _go_on(self, worker: ForkedWorker, order: a.Begin) -> None:
+        """The worker has unwound: it goes on with the order, or makes room for another one."""
+        if not worker.goes_on(order):
+            worker.parked = False
+            self._end_worker(worker.launch)
+            return
+        self._orders.remove(order)
+        self._last_launch = order.launch
+        self._say(a.Begun(launch=order.launch, pid=worker.pid, how="in_process"))
+
+    # -- the worker ----------------------------------------------------------------------------
+
+    def _heard_worker(self, worker: ForkedWorker) -> None:
+        if not worker.parking.heard():
+            self._loop.forget(worker.parking.fileno())
+        if worker.has_unwound:
+            worker.park()
+            self._say(worker.ended(""))
+
+    def _end_worker(self, launch: int) -> None:
+        worker = self._worker
+        if worker is None or worker.launch != launch or worker.status is not None:
+            return
+        worker.kill(time.monotonic())
+
+    def _look_after_worker(self) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        now = time.monotonic()
+        if worker.status is None:
+            worker.collect(now)
+        alone = self._alone_since
+        if alone is not None and (worker.parked or now - alone > self._alone_s):
+            self._end_worker(worker.launch)
+        if worker.ending_since is None:
+            return
+        left = 0
+        if worker.status is not None:
+            left = kill_children()
+            worker.others = max(worker.others, left)
+        late = now - worker.ending_since > _END_WITHIN_S
+        if (worker.status is None or left) and not late:
+            return
+        self._tell_end(worker, what_is_left(children()) if late else "")
+
+    def _tell_end(self, worker: ForkedWorker, left: str) -> None:
+        if not left:
+            left = wait_until_given_back(worker.pid)
+        self._worker = None
+        self._loop.forget(worker.parking.fileno())
+        worker.parking.close()
+        if worker.told and left:
+            sys.stderr.write(f"slurm_forge: {left} can't be ended: this step is given up\n")
+            os._exit(1)  # nothing may be started beside it
+        if not worker.told:
+            self._say(worker.ended(left))
+
+    # -- saying --------------------------------------------------------------------------------
+
+    def _signalled(self, found: signal.Signals) -> None:
+        self._say(a.Noticed(what=found.name))
+
+    def _say(self, message: p.Message) -> None:
+        with contextlib.suppress(OSError):  # whoever is gone is noticed by reading
+            self._socket.sendall(p.encode(message))
+
+    def become(self, order: a.Begin) -> None:
+        """In the child: take the launch's variables, and be its rank."""
+        knobs = Knobs(
+            channel=order.channel,
+            nonce=order.nonce,
+            attempt=order.attempt,
+            launch=order.launch,
+            started=order.started,
+        )
+        _forget_agents()
+        os.environ.update(knobs.to_environ())
+        for name in order.without:
+            os.environ.pop(name, None)
+        for name, _, value in (each.partition("=") for each in order.variables):
+            os.environ[name] = value
+        if self._why_not:
+            os.execve(self._program.command[0], self._program.command, process_environ())  # noqa: S606
+        give_threads_back(self._variables)
+        assert self._parking is not None  # noqa: S101  made with the fork
+        self._program.go(self._parking)
+
+
+def _forget_agents() -> None:
+    """The worker has no business on the agents' channel."""
+    for name in Knobs(agents="x", agents_nonce="x").to_environ():
+        if name.endswith(("_AGENTS", "_AGENTS_NONCE")):
+            os.environ.pop(name, None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``RUN [-- -m MODULE ARGUMENTS…]``, in a step that the supervisor started."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    variables = process_environ()
+    try:
+        program = program_of(arguments)
+        knobs = Knobs.from_environ(variables)
+        environment = SlurmEnvironment.from_environ(variables)
+        if knobs.agents is None or environment is None or environment.procid is None:
+            raise ForgeError(
+                "the agent is started by slurm_forge itself, in a job step",
+                next_step="Start a run with slurm-forge submit.",
+            )
+        adopt_orphans()
+        agent = Agent(
+            program,
+            rank=environment.procid,
+            world=environment.ntasks or 1,
+            host=environment.node_name or socket.gethostname(),
+            channel=knobs.agents,
+            nonce=knobs.agents_nonce,
+            variables=variables,
+            leads_second_node=environment.nodeid == 1 and environment.localid == 0,
+        )
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 1
+    agent.prepare()
+    # Behind this line is the worker: whatever it raises, and its exit, are its own.
+    agent.become(agent.serve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

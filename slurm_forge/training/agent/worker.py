@@ -1,0 +1,142 @@
+"""The worker that an agent has forked: its life and its end, as the agent tells them.
+
+What the agent's workers run: our worker, or a module by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurm_forge.control.messages import (
+    agent as a,
+)
+from slurm_forge.descendants import reap
+from slurm_forge.errors import ForgeError
+from slurm_forge.process import process_words
+from slurm_forge.signals import signal_name
+from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
+from slurm_forge.training.rank.in_process_relaunch import (
+    ParkedWorker,
+    ParkingPlace,
+)
+
+
+@dataclass(slots=True)
+class ForkedWorker:
+    """The worker of a launch, dead or alive.  Times are on the agent's monotonic clock.
+
+    ``kills`` is what the kernel had counted before it began.
+    """
+
+    pid: int
+    launch: int
+    kills: OomKills
+    parking: ParkedWorker
+    #: Its launch is over, and it waits for another one.
+    parked: bool = False
+    ours: bool = False
+    status: int | None = None
+    memory: str = ""
+    others: int = 0
+    ending_since: float | None = None
+    #: Whether the end of its launch was told already, when it had unwound.
+    told: bool = False
+
+    @property
+    def has_unwound(self) -> bool:
+        """Whether it waits for another launch, which was not seen yet."""
+        return self.parking.waits and not self.parked and self.ending_since is None
+
+    def park(self) -> None:
+        """Its launch is over, and it lives on."""
+        self.parked, self.told = True, True
+        # A data-loader worker of it may have been killed for memory: it has only unwound.
+        self.memory = killed_since(self.kills, read_oom_kills()) or ""
+
+    def goes_on(self, order: a.Begin) -> bool:
+        """Whether it takes the order, which makes it the worker of another launch."""
+        if not (order.in_process and self.parking.go_on(order)):
+            return False
+        self.launch = order.launch
+        self.parked = self.ours = self.told = False
+        self.kills = read_oom_kills()
+        return True
+
+    def kill(self, now: float) -> None:
+        """The agent ends it; only while it was not collected, so that the id is its own."""
+        self.ours = True
+        self.ending_since = self.ending_since or now
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def collect(self, now: float) -> None:
+        """Reap it if it has ended; its ``status`` is that of ``waitpid``."""
+        try:
+            self.status = reap(self.pid)
+        except ChildProcessError:
+            self.status = 0
+        if self.status is not None:
+            self.ending_since = self.ending_since or now
+            self.memory = killed_since(self.kills, read_oom_kills()) or ""
+
+    def ended(self, left: str) -> a.Ended:
+        """The end of its launch as the supervisor hears it; ``left`` is what can't be ended."""
+        status = self.status
+        by_signal = status is not None and os.WIFSIGNALED(status)
+        return a.Ended(
+            launch=self.launch,
+            pid=self.pid,
+            signal=signal_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
+            code=os.WEXITSTATUS(status) if status is not None and not by_signal else 0,
+            ours=self.ours,
+            memory=self.memory,
+            others=self.others,
+            left=left,
+            parked=self.parked,
+        )
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a worker runs: our worker, or a module by name with arguments (``python -m``)."""
+
+    run: str
+    module: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The same as a command, for a process of its own."""
+        if self.module:
+            return (sys.executable, "-u", "-m", self.module, *self.arguments)
+        return (sys.executable, "-u", *process_words("worker", self.run))
+
+    def go(self, parking: ParkingPlace) -> None:
+        """Run it in this process; ours never returns, and only ours can go on in it."""
+        if self.module:
+            sys.argv = [self.module, *self.arguments]
+            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        else:
+            from slurm_forge.training.rank.main import (
+                main as be_a_rank,
+            )
+
+            be_a_rank([self.run], parking)
+
+
+def program_of(arguments: Sequence[str]) -> Program:
+    """``RUN [-- -m MODULE ARGUMENTS…]``; ``ForgeError`` for anything else."""
+    run, *rest = arguments or [""]
+    if run and not rest:
+        return Program(run)
+    if run and len(rest) >= 3 and rest[:2] == ["--", "-m"]:
+        return Program(run, rest[2], tuple(rest[3:]))
+    raise ForgeError(
+        f"the agent was started with {list(arguments)}",
+        next_step="python -m slurm_forge.process agent RUN [-- -m MODULE …]",
+    )

@@ -1,0 +1,1 @@
+"""What a run saves, keeps, compares and resumes; called by the training loop."""

@@ -1,0 +1,188 @@
+"""What a launch is made with, and how that differs from what its checkpoint was made with.
+
+Rank 0 looks and compares; a refusal reaches all ranks together.  What only differs is told, and
+training goes on: a cluster changes drivers and nodes as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.errors import CheckpointRejectedError, MismatchError
+from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import ResumeCompared
+from slurm_forge.recovery.fingerprint import Fingerprint, compare, job_facts, refused
+from slurm_forge.spec import JobSpec
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.manifest import Manifest
+from slurm_forge.training.checkpointing import (
+    environment_fingerprint as environment,
+)
+from slurm_forge.training.checkpointing.structure import (
+    Structure,
+    differences,
+)
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
+from slurm_forge.training.data.dataset_fingerprint import (
+    DataVersion,
+    data_facts,
+)
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["Comparing"]
+
+_MOST_LINES = 30
+
+
+class Comparing:
+    """One per rank and launch.  ``journal`` is None on every rank but the first."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        device: torch.device,
+        folder: Path,
+        variables: Mapping[str, str],
+        registry: Registry,
+        group: dist.ProcessGroup | None,
+        journal: JournalWriter | None,
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._folder = folder
+        self._variables = variables
+        self._registry = registry
+        self._ranks = Ranks(group)
+        self._journal = journal
+        self._facts = Fingerprint()
+        self._data: dict[str, DataVersion] = {}
+        self._structure: Structure | None = None
+        self._about: dict[str, Json] | None = None
+        self._manifest: Manifest | None = None
+        self._told: list[str] = []
+        #: On rank 0: whether anything differs that a loss may follow from.
+        self.changed = False
+
+    def know(self, facts: Fingerprint) -> None:
+        """Facts that the program brings along: what its samples follow from."""
+        self._facts |= facts
+
+    def data(self, name: str, version: DataVersion) -> None:
+        """What the program says that it trains on (looked at on rank 0 only)."""
+        self._data[name] = version
+        self._facts |= data_facts(self._data)
+
+    def look(self) -> None:
+        """Before a checkpoint is loaded, which brings the saved options of optimizers back."""
+        if self._journal is None:
+            return
+        registry = self._registry
+        with contextlib.suppress(Exception):  # what can't be described is not compared
+            self._structure = Structure.of(registry.models, registry.optimizers, registry.others)
+        self._facts |= job_facts(self._spec) | environment.collect(
+            device=self._device, folder=self._folder, variables=self._variables
+        )
+
+    def about(self) -> Mapping[str, Json]:
+        """For the manifest; nothing on other ranks.  Made once: after the first step."""
+        if self._journal is None or self._structure is None:
+            return {}
+        if self._about is None:
+            self._structure = self._structure.with_modes(self._registry.models)
+            self._about = {
+                "environment": self._facts.to_json(),
+                "structure": self._structure.to_json(),
+                "data": {name: version.to_json() for name, version in self._data.items()},
+            }
+        return self._about
+
+    def compare(self, manifest: Manifest) -> None:
+        """Tell what differs from when the checkpoint was written.  Collective.
+
+        MismatchError on all ranks where the job refuses to go on like that.
+        """
+        self._manifest = manifest
+        told: dict[str, Any] = self._ranks.agree(
+            None, None, lambda _: self._compared(manifest), doing="Comparing with the checkpoint"
+        )
+        if told:
+            raise MismatchError(told["refused"], next_step=told["next_step"])
+
+    def compare_again(self) -> None:
+        """As ``compare``, for facts that came after it (``run.restore`` before ``run.batches``)."""
+        if self._manifest is not None:
+            self.compare(self._manifest)
+
+    def misfit(self, error: MismatchError, store: CheckpointStore) -> MismatchError:
+        """Why a checkpoint does not fit what is registered, in readable lines.  Collective.
+
+        The error as it is where nothing is known of what was registered then.
+        """
+        lines = self._ranks.agree(
+            None, None, lambda _: list(self._misfits(store)), doing="Comparing with the checkpoint"
+        )
+        if not lines:
+            return error
+        return MismatchError(
+            f"the checkpoint does not fit what is registered: {'; '.join(lines)} ({error.message})",
+            next_step="Build and register everything as it was when it was written, or begin a "
+            "new run under another name.",
+        )
+
+    def _compared(self, manifest: Manifest) -> Json:
+        """What refuses, if anything does."""
+        about: Mapping[str, Any] = manifest.about
+        found = compare(
+            Fingerprint.from_json(about.get("environment")), self._facts, self._spec.environment
+        )
+        reason = refused(found)
+        lines = [*map(str, found), *self._structure_lines(about), *self._data_lines(about)]
+        self.changed = bool(lines)
+        if lines and lines != self._told and self._journal is not None:
+            self._told = lines
+            event = ResumeCompared(
+                checkpoint=str(manifest.name),
+                differences=tuple(lines[:_MOST_LINES]),
+                refused=reason is not None,
+            )
+            with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+                self._journal.write(event)
+        if reason is None:
+            return {}
+        return {
+            "refused": f"not what step {manifest.step} was written with: {reason}",
+            "next_step": "Put it back, or allow it (in the job file, or in run.yaml of the run "
+            "directory), or begin a new run under another name.",
+        }
+
+    def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:
+        for name in store.candidates():
+            with contextlib.suppress(CheckpointRejectedError):
+                return self._structure_lines(store.verify_manifest(name).about)
+        return ()
+
+    def _structure_lines(self, about: Mapping[str, Any]) -> tuple[str, ...]:
+        saved = Structure.from_json(about.get("structure"))
+        if saved is None or self._structure is None:
+            return ()
+        return differences(saved, self._structure)
+
+    def _data_lines(self, about: Mapping[str, Any]) -> list[str]:
+        """What of the data changed, file by file: the facts only say that it did."""
+        saved: Mapping[str, Any] = about.get("data") or {}
+        lines = []
+        for name, now in self._data.items():
+            was = DataVersion.from_json(saved.get(name))
+            if was is not None:
+                lines += [f"data {name}: {line}" for line in was.differences(now)]
+        return lines

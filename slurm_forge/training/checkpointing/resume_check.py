@@ -1,0 +1,236 @@
+"""Does the loss go on where it was?  Pure decisions about numbers that were logged.
+
+Two questions.  The loss of the very same micro-batch, before and after: equal but for rounding.
+And the losses of the first steps after a resume: as before but for the noise of other batches.
+The second one must not cry wolf, so it asks for two things at once: that all but one of the first
+five losses lie some deviations above the level before, and above everything that was seen lately
+(of 32 losses, above all but one: there may have been a spike).  If nothing is wrong, the latter
+alone happens after 16 losses to 1 resume in 1200 and after 32 to 1 in 2700, whatever the
+distribution of the noise: 4 new ones would have to be among the 4 (5) largest of 21 (37).
+Noise that swings slowly, over many steps, is not independent, and alarms more often.
+
+The first steps after a resume, watched: is the loss what it was before?
+
+Twice.  The first micro-batch behind a checkpoint is computed from exactly what is in it; its loss
+is remembered, and a resume on as many ranks computes it again.  That costs nothing: no batch is
+stored and none is computed for it.  And the losses of the first steps should lie where the last
+ones before the checkpoint lay.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import torch
+
+from slurm_forge.training.step.loss_history import (
+    LossTrail,
+    values,
+)
+
+#: Losses after a resume that a judgement needs, and looks at.
+STEPS_WATCHED = 5
+#: Losses before: fewer say nothing, older ones belong to another stage of training.
+_FEWEST_BEFORE = 16
+_MOST_BEFORE = 32
+_LEVEL_OVER = 16
+_DEVIATIONS = 3.0
+#: Losses among the new ones that prove nothing by being low.
+_MAY_BE_LOW = 1
+#: A standard deviation in terms of the median absolute deviation of normal noise.
+_MAD_TO_SIGMA = 1.4826
+#: Noise that every loss is granted, relative to its level: a loss that is constant has none.
+_LEAST_NOISE = 0.005
+
+#: Distance from 1 to the next number (torch.finfo(...).eps).
+_EPS = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "tfloat32": 2.0**-10,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
+#: A loss is a sum of up to some million rounded terms.  Errors of n of them grow like sqrt(n):
+#: 1024 for 2^20.  Half types are summed in float32; what is rounded to them is each layer's
+#: result, and the loss averages over samples: 4, for 16 layers.
+_GROWTH = {"float64": 1024.0, "float32": 1024.0}
+_GROWTH_OF_HALF = 4.0
+#: Cross entropy near 0 is a difference of numbers around 10, computed in float32.
+_NEAR_ZERO = 16 * 2.0**-23
+
+
+class Verdict(str, Enum):
+    """What the first losses after a resume say."""
+
+    CONTINUES = "continues"
+    JUMPED = "jumped"
+    NOT_FINITE = "not_finite"
+    #: Too few losses before or after.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Continuity:
+    """A verdict with its figures: the level before and after (medians), and the usual deviation.
+
+    Figures are NaN where the verdict is UNKNOWN or NOT_FINITE and they can't be told.
+    """
+
+    verdict: Verdict
+    before: float
+    after: float
+    deviation: float
+    steps: int
+
+    @property
+    def fine(self) -> bool:
+        """Whether there is nothing to worry about, as far as can be told."""
+        return self.verdict in (Verdict.CONTINUES, Verdict.UNKNOWN)
+
+    def __str__(self) -> str:
+        if self.verdict is Verdict.UNKNOWN:
+            return "too few losses to tell whether the loss goes on where it was"
+        if self.verdict is Verdict.NOT_FINITE:
+            return f"the loss is not finite in the first {self.steps} steps after the resume"
+        away = (self.after - self.before) / self.deviation
+        text = f"loss {self.after:.4g} in the first {self.steps} steps, {self.before:.4g} before"
+        return f"{text} ({away:+.1f} deviations)"
+
+
+def judge(before: Sequence[float], after: Sequence[float]) -> Continuity:
+    """Whether losses of consecutive steps go on after a resume; steps that were skipped left out.
+
+    ``before`` ends with the step that was saved, ``after`` begins with the next one, both one value
+    per step.  Call it once ``after`` has ``STEPS_WATCHED`` values: the first ones count.
+    """
+    seen = [loss for loss in before if math.isfinite(loss)][-_MOST_BEFORE:]
+    new = list(after[:STEPS_WATCHED])
+    finite = [loss for loss in new if math.isfinite(loss)]
+    if len(new) >= STEPS_WATCHED and len(finite) <= len(new) // 2:
+        # A run that was like that before is somebody else's problem, and not of the resume.
+        was_finite = len(seen) > len(before[-_MOST_BEFORE:]) // 2
+        verdict = Verdict.NOT_FINITE if was_finite else Verdict.UNKNOWN
+        return Continuity(verdict, math.nan, math.nan, math.nan, len(new))
+    if len(seen) < _FEWEST_BEFORE or len(new) < STEPS_WATCHED:
+        return Continuity(Verdict.UNKNOWN, math.nan, math.nan, math.nan, len(new))
+    level = statistics.median(seen[-_LEVEL_OVER:])
+    deviation = _deviation(seen, level)
+    # A loss that is not finite counts as one above all others.
+    ordered = sorted(loss if math.isfinite(loss) else math.inf for loss in new)
+    ceiling = sorted(seen)[-1 - len(seen) // _MOST_BEFORE]
+    jumped = ordered[_MAY_BE_LOW] > max(level + _DEVIATIONS * deviation, ceiling)
+    verdict = Verdict.JUMPED if jumped else Verdict.CONTINUES
+    return Continuity(verdict, level, ordered[len(ordered) // 2], deviation, len(new))
+
+
+def same_loss(recorded: float, now: float, dtype_name: str) -> bool:
+    """Whether two losses of the same micro-batch, weights and random state differ by rounding only.
+
+    ``dtype_name`` is the least exact type that the forward pass computes in ("bfloat16" under
+    autocast, "tfloat32" where float32 products may use TF32), not the loss's own; an unknown one is
+    taken as bfloat16.  Another GPU, another number of ranks and other kernels are allowed for.
+    """
+    if not (math.isfinite(recorded) and math.isfinite(now)):
+        return recorded == now or (math.isnan(recorded) and math.isnan(now))
+    eps = _EPS.get(dtype_name, _EPS["bfloat16"])
+    growth = _GROWTH.get(dtype_name, _GROWTH_OF_HALF)
+    near_zero = 0.0 if dtype_name == "float64" else _NEAR_ZERO
+    return abs(recorded - now) <= growth * eps * max(abs(recorded), abs(now)) + near_zero
+
+
+def _deviation(seen: Sequence[float], level: float) -> float:
+    spread = statistics.median(abs(loss - level) for loss in seen)
+    # From step to step, which a slope does not widen but a slow wave hides: the larger one counts.
+    steps = [abs(b - a) for a, b in pairwise(seen)]
+    between = statistics.median(steps) / math.sqrt(2)
+    floor = _LEAST_NOISE * abs(level)
+    return max(_MAD_TO_SIGMA * spread, _MAD_TO_SIGMA * between, floor, 1e-300)
+
+class FirstSteps:
+    """On rank 0 only.  ``note`` is called after every step, ``look`` when nobody is held up by it.
+
+    ``witness`` is called with a step, the loss of the first micro-batch behind it and the number of
+    samples in that, ``told`` with
+    what is strange about the first steps after a resume, ``wrong`` where both are: that loss is
+    another, and the steps behind it lie off too, so that what was loaded is not what was saved.
+    """
+
+    def __init__(
+        self,
+        trail: LossTrail,
+        *,
+        exactness: str,
+        witness: Callable[[int, float, int], None],
+        told: Callable[[str], None],
+        wrong: Callable[[str], None],
+    ) -> None:
+        self._trail = trail
+        self._exactness = exactness
+        self._witness = witness
+        self._told = told
+        self._wrong = wrong
+        self._saved_at: int | None = None
+        #: First losses behind checkpoints, not read from the device yet.
+        self._losses: dict[int, tuple[torch.Tensor, int]] = {}
+        self._resumed_at: int | None = None
+        self._expected: float | None = None
+        self._another = ""
+        self._noted_before = 0
+
+    def resumed(self, step: int, *, expected: float | None) -> None:
+        """Training goes on from ``step``; ``expected`` is the loss of the first micro-batch."""
+        self._resumed_at, self._expected = step, expected
+        # After a rollback the steps come again: nothing of the first time is true of them.
+        self._losses.clear()
+        self._saved_at, self._another = None, ""
+        self._noted_before = self._trail.noted
+
+    def saved(self, step: int) -> None:
+        """A save of this step has been begun: the next micro-batch is its witness."""
+        self._saved_at = step
+
+    def note(self, step: int, first_loss: torch.Tensor | None, samples: int) -> None:
+        """``step`` steps are done now; ``first_loss`` is that of the last one's first micro-batch.
+
+        ``samples`` is how many were in it.  Nothing is waited for.
+        """
+        before = step - 1
+        if first_loss is not None and before in (self._saved_at, self._resumed_at):
+            self._losses[before] = (first_loss, samples)
+
+    def look(self) -> None:
+        """Read what has arrived: at most once per save, and once after a resume.  May wait."""
+        for step, (loss, samples) in list(self._losses.items()):
+            del self._losses[step]
+            value = float(loss)
+            if step == self._resumed_at and self._expected is not None:
+                expected, self._expected = self._expected, None
+                if not same_loss(expected, value, self._exactness):
+                    self._another = (
+                        f"the first micro-batch after step {step} has the loss {value:.7g}, and "
+                        f"had {expected:.7g} when the checkpoint was written"
+                    )
+                    self._told(self._another)
+            # A checkpoint that a stop has written gets its witness from the first resume.
+            if step in (self._saved_at, self._resumed_at):
+                self._witness(step, value, samples)
+        seen = self._trail.noted - self._noted_before
+        if self._resumed_at is not None and seen >= STEPS_WATCHED:
+            losses = values(self._trail.snapshot())
+            new = losses[-seen:] if seen <= len(losses) else []
+            self._resumed_at = None
+            if new:
+                self._judge(losses[:-seen], new)
+
+    def _judge(self, before: Sequence[float], after: Sequence[float]) -> None:
+        verdict = judge(before, after)
+        if verdict.fine:
+            return
+        self._told(f"after the resume: {verdict}")
+        if self._another:
+            self._wrong(f"{self._another}; {verdict}")

@@ -1,0 +1,185 @@
+"""Room for the run's checkpoints: asked before a save, and made after it.  Rank 0 only."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from slurm_forge.errors import CheckpointError, FencedError
+from slurm_forge.journal import Known, KnownCheckpoint
+from slurm_forge.journal import known as k
+from slurm_forge.journal.events import CheckpointsPruned
+from slurm_forge.spec.job import CheckpointSpec
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.retention import Present, wanted
+from slurm_forge.store.room import room_in, shortage
+from slurm_forge.training.checkpointing.known_checkpoints import (
+    Book,
+)
+from slurm_forge.vocabulary.trust import Trust
+
+__all__ = ["Housekeeping"]
+
+#: Checkpoints of its own after which a launch needs the one it was resumed from no more.
+_TRUSTED = 2
+_REMEMBERED = 3
+_FULL = "a save found no space or quota left"
+
+
+class Housekeeping:
+    """Deletes what nobody wants; says when one more had better not be begun."""
+
+    def __init__(
+        self,
+        book: Book,
+        store: CheckpointStore,
+        asked: CheckpointSpec,
+        *,
+        current: tuple[int, int],
+        fence: Callable[[], None],
+        seconds_left: Callable[[], float | None],
+        people: Callable[[], Known | None] | None,
+    ) -> None:
+        self._book = book
+        self._store = store
+        self._asked = asked
+        self._current = current
+        self._fence = fence
+        self._seconds_left = seconds_left
+        self._people = people
+        # Deleting takes as long as it takes; nobody else waits for it.
+        self._deleting = threading.Lock()
+        #: What was read and found damaged.
+        self.damaged: set[CheckpointName] = set()
+        self.resumed_from: CheckpointName | None = None
+        #: How many checkpoints were there when one more did not fit: statvfs knows of no quota.
+        self._most: int | None = None
+
+    def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
+        """Raise CheckpointError where a save had better not be begun: no room, or no time."""
+
+        def look() -> CheckpointError | None:
+            room = room_in(self._store.directory)
+            return shortage(room, size=size, files=files, use_spare=use_spare)
+
+        if self._most is not None and len(self._store.candidates()) >= self._most:
+            self.make_room(_FULL)
+        short = look()
+        if short is not None:
+            self.make_room(str(short.message))
+            short = look()
+        if short is not None:
+            raise short
+        left, takes = self._seconds_left(), self._takes(size)
+        if left is not None and takes is not None and takes > left:
+            raise CheckpointError(
+                f"a save takes {takes:.0f} s at least, and {left:.0f} s are left",
+                next_step="Nothing was written; the run goes on from the checkpoint before. "
+                "More grace time, or a longer lead: in the job file, would help.",
+            )
+
+    def make_room(self, reason: str) -> bool:
+        """Delete what is only kept for being recent: never fewer than two verified.
+
+        Whether anything was deleted.
+        """
+        rules = replace(self._asked.rules, last=1)
+        return self._delete(lambda present: wanted(present, rules), f"to make room: {reason}")
+
+    def ran_out(self) -> bool:
+        """A write found no space or quota left, whatever was foreseen; whether there is room now.
+
+        From then on room is made before a save that would be one too many again.
+        """
+        with contextlib.suppress(OSError):
+            self._most = len(self._store.candidates())
+        return self.make_room(_FULL)
+
+    def prune(self) -> None:
+        """Delete what the job does not ask to keep: a checkpoint was committed."""
+        with contextlib.suppress(OSError):
+            if self._most is not None and len(self._store.candidates()) > self._most:
+                self._most = None  # it did fit
+        rules = self._asked.rules
+        self._delete(lambda present: wanted(present, rules), "retention")
+
+    def _delete(
+        self, keep: Callable[[Sequence[Present]], Collection[CheckpointName]], reason: str
+    ) -> bool:
+        self._hear_people()
+        with self._deleting, contextlib.suppress(OSError, FencedError):  # the next save asks again
+            pruned = self._store.prune(
+                lambda names: self._kept(names, keep),
+                self._fence,
+                current=self._current,
+                distrusted=frozenset(self.damaged),
+                suspect=frozenset(e.name for e in self._book.known if e.trust is Trust.SUSPECT),
+            )
+            if not pruned.removed:
+                return False
+            with self._book.lock:
+                self._book.known = k.pruned(self._book.known, pruned.removed)
+                for name in pruned.removed:
+                    self._book.pending.pop(name, None)
+            names = tuple(str(name) for name in pruned.removed)
+            self._book.write(CheckpointsPruned(names=names, reason=reason))
+            return True
+        return False
+
+    def _kept(
+        self,
+        names: Sequence[CheckpointName],
+        keep: Callable[[Sequence[Present]], Collection[CheckpointName]],
+    ) -> set[CheckpointName]:
+        with self._book.lock:
+            kept = set(keep([self._present(name) for name in names]))
+            # A late commit of a fenced attempt may have a higher step: it takes no place of ours.
+            mine = [name for name in names if (name.attempt, name.launch) == self._current]
+            kept.update(mine[:1])
+            # What this launch was resumed from is known to load; its own are not yet.
+            if self.resumed_from is not None and len(mine) < _TRUSTED:
+                kept.add(self.resumed_from)
+            # Where saves are frequent none would live for long enough to become good.
+            waiting = [name for name in names if name in self._book.pending]
+            if waiting:
+                kept.add(min(waiting))
+            return kept
+
+    def _hear_people(self) -> None:
+        """What was promoted or doubted from the command line since the last look."""
+        if self._people is None:
+            return
+        found = self._people()
+        with self._book.lock:
+            for each in found if found is not None else ():
+                if each.by_person:
+                    self._book.known = k.judged(
+                        self._book.known, each.name, each.trust, each.why, by_person=True
+                    )
+
+    def _present(self, name: CheckpointName) -> Present:
+        known = self._book.find(name)
+        if known is None:
+            return Present(name=name)
+        return Present(
+            name=name, trust=known.trust, time=known.time or None, metric=self.metric(known)
+        )
+
+    def _takes(self, size: int) -> float | None:
+        """Seconds that a save of ``size`` bytes takes if all goes as well as it ever did lately.
+
+        Trying costs nothing as long as there is a chance: a save that is cut off harms none.
+        """
+        seen = [each for each in self._book.known if each.size and each.seconds][-_REMEMBERED:]
+        if not seen:
+            return None
+        return min(each.seconds * min(1.0, size / each.size) for each in seen)
+
+    def metric(self, known: KnownCheckpoint) -> float | None:
+        """The metric that is kept by now; another one's figures can't be compared with it."""
+        asked = self._asked.keep_best
+        same = asked is not None and known.metric_name == asked.metric
+        return known.metric if same else None

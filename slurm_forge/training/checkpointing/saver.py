@@ -1,0 +1,424 @@
+"""Saving and resuming a run: what goes into a checkpoint, and what a resume restores, in order."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.health import (
+    NOTES,
+)
+from slurm_forge.checkpoint.content.training_state import (
+    TrainingState,
+)
+from slurm_forge.checkpoint.read.load import (
+    resume,
+)
+from slurm_forge.checkpoint.write.pending_save import (
+    Flight,
+    Saved,
+)
+from slurm_forge.checkpoint.write.save import (
+    CheckpointWriter,
+)
+from slurm_forge.control import Member
+from slurm_forge.errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    MismatchError,
+    RanksLostError,
+    UnsupportedError,
+)
+from slurm_forge.journal import JournalWriter, fold, read_journal
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.training.checkpointing.catalog import (
+    Keeping,
+    PeopleHeard,
+)
+from slurm_forge.training.checkpointing.compatibility import (
+    Comparing,
+)
+from slurm_forge.training.core import (
+    rng,
+)
+from slurm_forge.training.core.instability import (
+    InForce,
+)
+from slurm_forge.training.core.rank_info import (
+    RankContext,
+)
+from slurm_forge.training.core.run_state import (
+    Progress,
+    Registry,
+)
+from slurm_forge.training.step.loss_history import (
+    LossTrail,
+    doubtful,
+    values,
+)
+
+__all__ = ["Saver"]
+
+_LAND_WITHIN_S = 60.0
+_MOST_CANDIDATES = 100
+#: Under which rank 0's losses of the last steps are saved.
+_LOSSES = NOTES + "losses"
+
+
+class Saver:
+    """Collective over all ranks.  Only rank 0 has a journal."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        group: dist.ProcessGroup | None,
+        background: dist.ProcessGroup | None,
+        journal: JournalWriter | None,
+        member: Member,
+        trail: LossTrail,
+        comparing: Comparing,
+        in_force: InForce,
+    ) -> None:
+        self._context = context
+        self._journal = journal
+        self._in_force = in_force
+        self._comparing = comparing
+        self._group = group
+        parted = group is None or background is not None
+        self._background = context.spec.checkpoint.background and parted
+        self._trail = trail
+        self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
+        self._writer = CheckpointWriter(self._store, group=group, background=background)
+        self._flight: Flight | None = None
+        #: How often this launch was rolled back.
+        self._turn = 0
+        #: On rank 0: the book of what is there.
+        self.keeping = (
+            None
+            if journal is None
+            else Keeping(
+                self._store,
+                context.spec.checkpoint,
+                journal=journal,
+                current=(context.brief.attempt, context.brief.launch),
+                fence=context.fence,
+                seconds_left=lambda: member.seconds_left,
+                tell=member.send,
+                losses_doubtful=lambda: bool(doubtful(values(trail.snapshot()))),
+                people=PeopleHeard(context.directory).known,
+            )
+        )
+        #: On rank 0: what was there when this launch resumed, the newest.
+        self.candidates: tuple[str, ...] = ()
+        #: On rank 0: whether the last save failed for want of room, and room was made.
+        self._has_made_room = False
+        #: Name and step of the last commit that all ranks know of (or of what was resumed from).
+        self.last: CheckpointName | None = None
+        #: The step of the last save that was begun, whatever came of it.
+        self.begun: int | None = None
+
+    def save(
+        self,
+        reason: str,
+        registry: Registry,
+        progress: Progress,
+        random: dict[str, torch.Tensor],
+        *,
+        wait: bool,
+        use_spare: bool = False,
+        doubts: Sequence[str] = (),
+    ) -> CheckpointName | None:
+        """Save; with ``wait`` until it is on disk: its name, or None when it came to nothing.
+
+        ``use_spare``: also into the room on disk that other saves leave free.
+
+        What came to nothing did so on every rank alike: the last checkpoint is untouched.  With
+        ``wait`` it is tried once more where old checkpoints have made room for it.
+        """
+        save = partial(
+            self._save,
+            reason,
+            registry,
+            progress,
+            random,
+            wait=wait,
+            use_spare=use_spare,
+            doubts=doubts,
+        )
+        saved = save()
+        return save() if saved is None and wait and self._may_fit_now() else saved
+
+    def _may_fit_now(self) -> bool:
+        """Whether old checkpoints have made room for what did not fit.  Collective."""
+
+        def told(_: object) -> bool:
+            return self._has_made_room
+
+        return bool(Ranks(self._group).agree(None, None, told, doing="Making room"))
+
+    def _save(
+        self,
+        reason: str,
+        registry: Registry,
+        progress: Progress,
+        random: dict[str, torch.Tensor],
+        *,
+        wait: bool,
+        use_spare: bool,
+        doubts: Sequence[str],
+    ) -> CheckpointName | None:
+        """Save, once."""
+        self.settle()
+        self._has_made_room = False
+        brief = self._context.brief
+        started = time.monotonic()
+        self.begun = step = progress.step
+        name = CheckpointName(
+            step=step,
+            attempt=brief.attempt,
+            launch=brief.launch,
+            # Rank 0's counts.  After a rollback a step is saved again: the later one sorts later.
+            nonce=f"{min(self._turn, 255):02x}{secrets.token_hex(3)}",
+        )
+
+        def after(end: Saved | CheckpointError) -> None:
+            self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
+
+        losses = self._trail.snapshot()
+        unstable = (*self._instability(registry, progress), *doubts)
+
+        def not_trusted() -> Sequence[str]:
+            seen = values(losses)
+            if self.keeping is not None:
+                return (*unstable, *doubtful(seen))
+            # What is far off is for one rank to say: of many, some always have a strange batch.
+            broken = bool(seen) and not math.isfinite(seen[-1])
+            return (*unstable, *([f"the loss is {seen[-1]}"] if broken else ()))
+
+        try:
+            self._flight = self._writer.begin(
+                self._state(registry, progress, random),
+                name=name,
+                reason=reason,
+                fence=self._context.fence,
+                background=not wait,
+                after=after,
+                permit=partial(self._permit, use_spare=use_spare),
+                about=self._comparing.about(),
+                doubts=not_trusted,
+                # Not on the way out: it takes as long as the state is large.
+                all_copies=not wait,
+            )
+        except RanksLostError:
+            raise  # no collective may follow: this launch is over
+        except CheckpointError as error:
+            after(error)
+            return None
+        return self.settle() if wait else None
+
+    def prepare(
+        self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+    ) -> None:
+        """Get ready for saves: the objects have their state by now.  Collective."""
+        try:
+            self._writer.prepare(self._state(registry, progress, random))
+        except RanksLostError:
+            raise
+        except CheckpointError as error:  # no storage has been touched: the program is to be mended
+            raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def _instability(self, registry: Registry, progress: Progress) -> tuple[str, ...]:
+        """What the last steps say of the state that they left, apart from the loss."""
+        scaler = registry.scaler
+        if scaler is not None and scaler.is_enabled():
+            scale = scaler.get_scale()
+            if not 0.0 < scale < math.inf:
+                return (f"the scale of the gradient scaler is {scale}",)
+            if scale > 1.0:
+                return ()  # it looks for its scale: skipped steps are part of that
+        # Skipped steps have changed nothing.  Where there is nothing else to go back to, a state
+        # that may be bad is better than none.
+        if progress.skipped_in_a_row == 0 or self.keeping is None or not self.keeping.has_usable:
+            return ()
+        skipped = progress.skipped_in_a_row
+        return (f"the last {skipped} steps had a gradient that is not finite",)
+
+    def doubt(self, name: CheckpointName, why: Sequence[str]) -> None:
+        """What was saved is not to be trusted after all."""
+        if self.keeping is not None:
+            self.keeping.suspect(name, "; ".join(why))
+
+    def unsound(self, registry: Registry) -> tuple[str, ...]:
+        """What is not finite, or absurd, in what this rank holds.  Not collective."""
+        state = TrainingState(
+            models=registry.models, optimizers=registry.optimizers, objects=registry.others
+        )
+        return self._writer.look(state)
+
+    def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
+        """After an evaluation: whether this step is the best so far and is to be saved.
+
+        Collective, and only where the job keeps the best: rank 0's figure counts.
+        """
+
+        def better(_: object) -> bool:
+            return self.keeping is not None and self.keeping.evaluated(step, logged)
+
+        return bool(Ranks(self._group).agree(None, None, better, doing="Comparing evaluations"))
+
+    def let_land(self) -> None:
+        """Before this launch is given up: what is being written may well be what is resumed from.
+
+        No collective of the main thread's; waits a minute at most.
+        """
+        if self._flight is not None:
+            self._flight.wait(_LAND_WITHIN_S)
+
+    @property
+    def flying(self) -> bool:
+        """Whether a save was begun that has not been settled yet."""
+        return self._flight is not None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the save in flight is over on this rank: ``settle`` won't wait."""
+        return self._flight is not None and self._flight.done()
+
+    def settle(self) -> CheckpointName | None:
+        """Wait for the save in flight; its name if it was published: the same on all ranks."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        try:
+            self.last = flight.result().name
+        except RanksLostError:
+            raise
+        except CheckpointError:
+            return None  # is in the journal
+        return self.last
+
+    def _permit(self, size: int, *, use_spare: bool) -> None:
+        if self.keeping is not None:
+            self.keeping.permit(size, self._context.world_size + 2, use_spare=use_spare)
+
+    def _note(
+        self, end: Saved | CheckpointError, *, step: int, reason: str, seconds: float
+    ) -> None:
+        """Rank 0, at the end of a save, maybe on its thread: tell, and make room."""
+        if self.keeping is None or isinstance(end, RanksLostError):
+            return
+        if isinstance(end, CheckpointError):
+            self._has_made_room = self.keeping.failed(step, end)
+            return
+        self.keeping.committed(
+            end.name,
+            reason=reason,
+            size=end.size,
+            lasted=timedelta(seconds=seconds),
+            # Where training waits for the disk, that is what a save costs it.
+            blocked=end.blocked if self._background else timedelta(seconds=seconds),
+            findings=end.findings,
+            time=time.time(),
+        )
+
+    def restore(
+        self,
+        registry: Registry,
+        progress: Progress,
+        random: dict[str, torch.Tensor],
+        *,
+        again: bool = False,
+    ) -> tuple[CheckpointName | None, bool]:
+        """Resume from the newest checkpoint that verifies: its name, and whether exactly.
+
+        Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
+        ``again``: this launch has resumed before, and what it is made of is the same still.
+        """
+        there: Sequence[CheckpointName] = ()
+        if self.keeping is not None and self._journal is not None:
+            records, _ = read_journal(self._context.directory, thin=True, fresh=True)
+            self._journal.follow(records)
+            self.keeping.recall(fold(records))
+            there = self._store.candidates()
+            self.candidates = tuple(map(str, there[:_MOST_CANDIDATES]))
+        if again:
+            self._turn += 1
+        else:
+            self._comparing.look()
+        try:
+            loaded = resume(
+                self._store,
+                self._state(registry, progress, random),
+                group=self._group,
+                on_reject=self._rejected,
+                eligible=None if self.keeping is None else self.keeping.eligible,
+            )
+        except MismatchError as error:
+            raise self._comparing.misfit(error, self._store) from error
+        if self.keeping is not None:
+            self.keeping.tell_missing(there, None if loaded is None else loaded.manifest.name)
+        if loaded is None:
+            history = self._context.brief.committed_step
+            if history is not None or again:
+                raise CheckpointMissingError(
+                    "history says that "
+                    f"{'checkpoints were' if history is None else f'step {history} was'} saved, "
+                    "and no checkpoint can be used",
+                    next_step="The run is held rather than started over.  Bring the folder back, "
+                    "or begin a new run under another name.",
+                )
+            return None, True
+        manifest = loaded.manifest
+        if not again:
+            self._comparing.compare(manifest)
+        progress.restore(loaded.extra)
+        exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
+        reseeded = self._in_force.plan.reseeded
+        if reseeded:
+            # Asked for by the recovery plan; the order of the samples is another matter.
+            rng.derive(self._context.spec.seed + reseeded, progress.step, self._context.rank)
+            exact = False
+        elif exact:
+            prefix = self._rng_prefix
+            saved = {key.removeprefix(prefix): value for key, value in loaded.rng.items()}
+            exact = not rng.restore(saved)
+        else:
+            # Another number of ranks: there is no state to continue, only one to derive.
+            rng.derive(self._context.spec.seed, progress.step, self._context.rank)
+        self.last = manifest.name
+        self.begun = manifest.step
+        self._trail.restored()
+        if self.keeping is not None:
+            self.keeping.resumed(manifest.name)
+        return manifest.name, exact
+
+    def _state(
+        self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+    ) -> TrainingState:
+        return TrainingState(
+            models=registry.models,
+            optimizers=registry.optimizers,
+            objects=registry.others,
+            extra=progress.to_json(),
+            rng={self._rng_prefix + key: value for key, value in random.items()},
+            notes={} if self.keeping is None else {_LOSSES: self._trail.tensor()},
+        )
+
+    @property
+    def _rng_prefix(self) -> str:
+        return f"rng/rank-{self._context.rank}/"
+
+    def _rejected(self, name: CheckpointName, reason: str) -> None:
+        if self.keeping is not None:
+            self.keeping.rejected(name, reason)

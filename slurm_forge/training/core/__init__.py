@@ -1,0 +1,1 @@
+"""Nouns and primitives that every part of a rank's process uses."""

@@ -1,0 +1,179 @@
+"""Rank 0's memory of which micro-batch fits: asked before a run begins, told how it went.
+
+    learning = Learning(run_directory, registry, asked=8, ranks=4, device=device)
+    most = learning.suggest(plan.micro_batch, fresh=True)      # agreed over ranks by the caller
+    learning.worked(micro_batch, steps)                        # now and then; writes at most once
+    learning.failed(8, 4)                                      # made smaller without a new launch
+
+Nothing here raises: what can't be read or written is a note for people, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.recovery.policy import (
+    micro_batch as rules,
+)
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.learned import BegunFile, LearnedFiles, MicroBatchNote
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
+
+__all__ = ["Learning", "fingerprint"]
+
+#: Steps of one launch after which a micro-batch is said to fit.
+_HEALTHY_STEPS = 20
+
+
+class Learning:
+    """What is known for this model on this hardware; one object per launch, on rank 0 alone.
+
+    ``asked`` is the micro-batch that the program wants.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        registry: Registry,
+        *,
+        asked: int,
+        ranks: int,
+        device: torch.device,
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._files, self._begun = LearnedFiles.beside(run), BegunFile(run)
+        self._asked, self._now = asked, now
+        hardware = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        kind = _wrapper(registry)
+        self._about = f"{run.name}: {kind}, {ranks} ranks, {hardware}, micro-batch {asked}"
+        self._key = _key(fingerprint(registry), hardware, str(ranks), str(asked), kind)
+        self._settled = False
+        self._notes: list[str] = []
+
+    def notes(self) -> list[str]:
+        """Lines for people that have not been told yet."""
+        told, self._notes = self._notes, []
+        return told
+
+    def suggest(self, plan: int | None, *, fresh: bool) -> int:
+        """The most samples per forward pass for this launch, the plan's value included.
+
+        What a run was begun with stays until its plan says less: a micro-batch that changed at
+        every start would change the last bits of the sums.  ``fresh``: nothing is trained yet.
+        """
+        begun = self._asked
+        with self._forgiving():
+            found = self._begun.read(self._key)
+            if found is None and fresh and plan is None:
+                found = self._begin()
+            begun = found or begun
+            if plan is not None and plan < begun:
+                self._ran_out(begun, plan)
+        return min(begun, self._asked if plan is None else plan)
+
+    def worked(self, micro_batch: int, steps: int) -> None:
+        """So many steps of this launch were made with it, and none ran out of memory."""
+        if self._settled or steps < _HEALTHY_STEPS:
+            return
+        self._settled = True
+        with self._forgiving():
+            before = self._read()
+            after = rules.worked(before, micro_batch, self._asked, self._now())
+            if after is None and before is not None:
+                self._files.forget(self._key)
+                self._notes.append(f"micro-batch {micro_batch} fits (again): nothing to remember")
+            elif after is not None and after != before:
+                self._write(after)
+
+    def failed(self, micro_batch: int, smaller: int) -> None:
+        """Memory ran out with ``micro_batch``; this launch goes on with ``smaller``."""
+        self._settled = False
+        with self._forgiving():
+            self._ran_out(micro_batch, smaller)
+
+    def _begin(self) -> int:
+        """What a new run begins with."""
+        known, now = self._read(), self._now()
+        chosen = rules.propose(self._asked, known, now)
+        self._begun.write(self._key, chosen)
+        if known is None:
+            return chosen
+        if chosen > known.micro_batch:
+            self._write(rules.try_begins(known, now))
+            self._notes.append(
+                f"micro-batch {chosen} is tried again: more than {known.micro_batch} ran out of "
+                f"memory on {known.since:%Y-%m-%d}"
+            )
+        elif chosen < self._asked:
+            self._notes.append(
+                f"micro-batch {chosen} instead of {self._asked}: more ran out of memory on "
+                f"{known.since:%Y-%m-%d} (to forget it: rm {self._files.path(self._key)})"
+            )
+        return chosen
+
+    def _ran_out(self, micro_batch: int, smaller: int) -> None:
+        self._write(rules.ran_out(self._read(), micro_batch, smaller, self._now()))
+        self._begun.write(self._key, smaller)
+
+    def _read(self) -> rules.Learned | None:
+        note = None
+        with self._forgiving():  # a damaged file is as good as none
+            note = self._files.read(self._key)
+        if note is None:
+            return None
+        return rules.Learned(
+            micro_batch=note.micro_batch, proven=note.proven, since=note.since, tries=note.tries
+        )
+
+    def _write(self, learned: rules.Learned) -> None:
+        note = MicroBatchNote(
+            micro_batch=learned.micro_batch,
+            proven=learned.proven,
+            since=learned.since,
+            tries=learned.tries,
+            about=self._about,
+        )
+        self._files.write(self._key, note)
+
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ForgeError) as error:
+            self._notes.append(f"what is known about micro-batches is left alone: {error}")
+
+
+def fingerprint(registry: Registry) -> str:
+    """A hash over name, shape and dtype of every parameter; the same on every rank."""
+    digest = hashlib.sha256()
+    for name, model in sorted(registry.models.items()):
+        for part, tensor in model.named_parameters():
+            digest.update(f"{name}.{part} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def _wrapper(registry: Registry) -> str:
+    """How the models are spread over ranks."""
+    kinds = {_kind(model) for model in registry.models.values()}
+    return "+".join(sorted(kinds)) or "no model"
+
+
+def _kind(model: nn.Module) -> str:
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    sharded = any(hasattr(tensor, "placements") for tensor in model.parameters())
+    return "sharded" if sharded else "plain"
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

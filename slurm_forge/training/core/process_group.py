@@ -1,0 +1,162 @@
+"""Meeting the other ranks: one process group for training, one on the CPU, one for the probe.
+
+The port is chosen by rank 0 of this launch and travels over the control channel, every key lies
+under the launch's nonce: a rank left over from an older launch can neither find nor join.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from slurm_forge.control import Member
+from slurm_forge.control.addresses import (
+    answering_first,
+    candidates,
+    format_addresses,
+    parse_addresses,
+)
+from slurm_forge.control.messages.protocol import (
+    Publish,
+)
+from slurm_forge.errors import ConfigError, ControlChannelError
+
+__all__ = ["Groups", "choose_device", "join", "refuse_another"]
+
+_STORE_KEY = "store"
+#: Thread blocks of a probe: its kernel must find room beside the training's.
+_PROBE_CTAS = 2
+#: How long one of rank 0's addresses may take to answer before the next one is tried.
+_ANSWER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups beside the default one; all None for a single process."""
+
+    cpu: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
+    probe: dist.ProcessGroup | None = None
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def join(
+    member: Member,
+    *,
+    rank: int,
+    world_size: int,
+    nonce: str,
+    device: torch.device,
+    wait: timedelta,
+    collective_timeout: timedelta,
+    own_address: str | None = None,
+    probe_timeout: timedelta | None = None,
+) -> Groups:
+    """Initialise torch.distributed and the groups beside it; collective over all ranks.
+
+    ``own_address`` is this node's on the network that the site prefers.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world_size == 1:
+        # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
+        if not dist.is_initialized():  # by the attempt before, where that ran in this process
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return Groups()
+    if dist.is_initialized():
+        refuse_another(rank, world_size)
+    else:
+        store = PrefixStore(nonce, _store(member, rank, world_size, wait, own_address))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=collective_timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    # Barriers and gathers of a save run on a group of their own: never on the training group.
+    cpu = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_cpu")
+    probe = _probe_group(device, probe_timeout or collective_timeout)
+    # A save in the background has its exchange while the others are used by whoever trains.
+    saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
+    return Groups(cpu=cpu, saving=saving, probe=probe)
+
+
+def _probe_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    """A communicator of its own that takes few of the device's processors while it is under way.
+
+    ``min_ctas`` and ``max_ctas`` are NCCL's (2.17); written from torch's source, untried on a GPU.
+    """
+    options = None
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.config.min_ctas = options.config.max_ctas = _PROBE_CTAS
+    group: dist.ProcessGroup = dist.new_group(
+        backend="gloo" if options is None else "nccl",
+        timeout=timeout,
+        pg_options=options,
+        group_desc="forge_probe",
+    )
+    return group
+
+
+def refuse_another(rank: int, world_size: int) -> None:
+    """The default group that a script has made is used if it has all ranks, as they are numbered.
+
+    Its timeout and its backend are the script's; our groups beside it are made as ever.  For a
+    single rank any group will do.  Raises ``ConfigError``.
+    """
+    if world_size == 1 or not dist.is_initialized():
+        return
+    theirs = dist.get_rank(), dist.get_world_size()
+    if theirs != (rank, world_size):
+        raise ConfigError(
+            f"torch.distributed is initialised as rank {theirs[0]} of {theirs[1]}, and this is "
+            f"rank {rank} of {world_size} by its environment",
+            next_step="Let init_process_group take rank and world size from the environment, or "
+            "call slurm_forge.attach before it: attach makes the group where there is none.",
+        )
+
+
+def _store(
+    member: Member, rank: int, world_size: int, wait: timedelta, own_address: str | None
+) -> Store:
+    if rank == 0:
+        store = TCPStore(
+            "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
+            0,
+            world_size,
+            is_master=True,
+            timeout=wait,
+            wait_for_workers=False,
+        )
+        hosts = candidates(own_address)
+        member.send(Publish(key=_STORE_KEY, value=format_addresses(hosts, store.port)))
+        return store
+    hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
+    error: Exception | None = None
+    for host in answering_first(hosts, port, _ANSWER_S * len(hosts)):
+        try:
+            return TCPStore(
+                host, port, world_size, is_master=False, timeout=wait, wait_for_workers=False
+            )
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as failed:
+            error = failed
+    raise ControlChannelError(
+        f"rank {rank} can't reach rank 0's store at {','.join(hosts)}:{port}: {error}",
+        next_step="Can compute nodes open TCP connections to each other?  A site file can name "
+        "the interface (socket_interface).",
+    )

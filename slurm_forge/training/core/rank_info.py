@@ -1,0 +1,136 @@
+"""Which rank of how many a process is: from a Slurm step, submitit, torchrun, or alone.
+
+Which rank of which launch of which attempt of which run this is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from slurm_forge.control.brief import LaunchBrief
+from slurm_forge.errors import ConfigError
+from slurm_forge.knobs import Knobs, LocalRanks
+from slurm_forge.run_directory import Fence, RunDirectory
+from slurm_forge.slurm.environment import SlurmEnvironment, SpecialStep
+from slurm_forge.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank of how many this process is, and the job it belongs to.
+
+    ``node`` is what Slurm calls the machine: a host may know itself by another name.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    job: str
+    restart_count: int
+    node: str = ""
+    #: Whether it is the first one on the second node of the step.
+    leads_second_node: bool = False
+    #: Whether torchrun has started it in a task of ours, and so is its parent.
+    below_torchrun: bool = False
+
+    @property
+    def host(self) -> str:
+        """The name of the machine for evidence, and for leaving it out."""
+        return self.node or socket.gethostname()
+
+
+def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
+    """From a Slurm step, else from submitit's local executor, torchrun, or a single process.
+
+    Where torchrun starts the ranks of a step, they are as it numbers them.
+    """
+    slurm = SlurmEnvironment.from_environ(environ)
+    local = LocalRanks.from_environ(environ)
+    if slurm is not None and slurm.procid is not None and "SUBMITIT_LOCAL_JOB_ID" not in environ:
+        # In a task of ours that has torchrun start the ranks, they are torchrun's to number; what
+        # a torchrun of another job has left in the environment says nothing.
+        numbered = Knobs.from_environ(environ).torchrun == f"{slurm.job_id}.{slurm.step}"
+        if numbered and local.torchrun:
+            return RankPlace(
+                rank=local.rank,
+                local_rank=local.local_rank,
+                world_size=local.world_size,
+                job=slurm.job_ref,
+                restart_count=slurm.restart_count,
+                node=slurm.node_name or "",
+                leads_second_node=slurm.procid == 1 and local.local_rank == 0,
+                below_torchrun=True,
+            )
+        return RankPlace(
+            rank=slurm.procid,
+            local_rank=slurm.localid or 0,
+            world_size=slurm.ntasks or 1,
+            job=slurm.job_ref,
+            restart_count=slurm.restart_count,
+            node=slurm.node_name or "",
+            leads_second_node=slurm.nodeid == 1 and slurm.localid == 0,
+        )
+    return RankPlace(
+        rank=local.rank,
+        local_rank=local.local_rank,
+        world_size=local.world_size,
+        job=local.job,
+        restart_count=0,
+    )
+
+
+def place_of_script(environ: Mapping[str, str]) -> RankPlace:
+    """Of a script that was started by torchrun, by srun, or by neither: then it is alone.
+
+    A batch step has SLURM_PROCID and SLURM_NTASKS too, and torchrun's workers inherit those of the
+    task that torchrun runs in.
+    """
+    slurm, local = SlurmEnvironment.from_environ(environ), LocalRanks.from_environ(environ)
+    found = place_from_environ(environ)
+    if slurm is None:
+        return found if local.torchrun else replace(found, job=f"{local.job}-{os.getpid()}")
+    if slurm.step is SpecialStep.UNKNOWN and not local.torchrun and (slurm.ntasks or 1) > 1:
+        raise ConfigError(
+            "Slurm's id of this step is of a kind that is not known here: whether srun started "
+            f"{slurm.ntasks} of these processes, or the batch script one, can't be told",
+            path="environment",
+            next_step="Start the ranks with slurm-forge submit, or by torchrun.",
+        )
+    if local.torchrun or not slurm.in_srun_step:
+        alone = not local.torchrun
+        found = replace(
+            found,
+            rank=0 if alone else local.rank,
+            local_rank=0 if alone else local.local_rank,
+            world_size=1 if alone else local.world_size,
+        )
+    return replace(
+        found,
+        job=slurm.job_ref,
+        restart_count=slurm.restart_count,
+        node=slurm.node_name or "",
+    )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """A rank's place in the launch, and what it works on."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    brief: LaunchBrief
+    directory: RunDirectory
+    spec: JobSpec
+    #: Where the job was submitted from, and the environment that this rank was started with.
+    folder: Path = Path()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fence(self) -> Fence:
+        """Raises once a newer attempt, or a newer launch of this one, has taken the run over."""
+        return Fence(self.directory, self.brief.attempt, self.brief.launch)

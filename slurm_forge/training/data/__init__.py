@@ -1,0 +1,1 @@
+"""Samples: their order, loading and fingerprint; called by the training loop."""

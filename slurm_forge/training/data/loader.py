@@ -1,0 +1,364 @@
+"""Where micro-batches are made: in this process, or in data-loader workers.
+
+Both give the same micro-batches for the same samples.  Both can be waited for without becoming
+deaf: a ``Pace`` is called in between, and what it raises loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+import torch
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
+from slurm_forge.training.core.oom import (
+    LoaderKilledError,
+)
+from slurm_forge.training.core.rng import (
+    preserved,
+    seed_sample,
+)
+from slurm_forge.training.core.sample_order import (
+    SampleId,
+)
+from slurm_forge.training.data.worker_shield import (
+    children_deaf_from_birth,
+    shield_worker,
+)
+
+__all__ = ["InProcess", "MicroBatchMaker", "Pace", "StepIds", "WorkerPool"]
+
+#: The samples of one step: a list for each micro-batch.
+StepIds = list[list[SampleId]]
+
+#: Finished steps that wait for the training loop, besides what the workers prefetch themselves.
+_STEPS_READY = 2
+#: How soon the fetching thread notices that it is to end, in seconds.
+_TICK_S = 0.1
+#: What a worker gets at the end before the next, harder way is tried, in seconds.
+_PATIENCE_S = 0.2
+
+
+class Pace:
+    """Calls ``poll`` when about ``interval`` has passed since the last time."""
+
+    def __init__(self, poll: Callable[[], None] | None, interval: timedelta) -> None:
+        self._poll, self._interval = poll, interval.total_seconds()
+        self._next = time.monotonic() + self._interval
+
+    def is_due(self) -> bool:
+        """Whether the interval has passed."""
+        return self._poll is not None and time.monotonic() >= self._next
+
+    def poll(self) -> None:
+        """Call it now and begin a new interval."""
+        if self._poll is not None:
+            self._poll()
+        self._next = time.monotonic() + self._interval
+
+    def wait_s(self) -> float:
+        """How long to wait at a time, in seconds."""
+        return max(self._interval, 0.001)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchMaker:
+    """Makes a micro-batch from sample ids: the dataset's samples, seeded one by one, collated.
+
+    Samples are fetched one by one also where the dataset has ``__getitems__``: randomness in
+    there would depend on which samples come together.
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+    seed: int
+
+    def __getitem__(self, ids: Sequence[SampleId]) -> Any:
+        """The micro-batch of these samples; this is how a ``DataLoader`` worker asks for it."""
+        return self.collate(ids, [self.sample(sample) for sample in ids])
+
+    def sample(self, sample: SampleId) -> Any:
+        """One sample, with its own randomness."""
+        seed_sample(self.seed, *sample)
+        return self.dataset[sample[1]]
+
+    def collate(self, ids: Sequence[SampleId], samples: list[Any]) -> Any:
+        """Put samples together; collate functions draw random numbers too (token masking)."""
+        seed_sample(self.seed, *ids[0], collate=True)
+        return self.collate_fn(samples)
+
+
+class InProcess:
+    """Makes the micro-batches where they are asked for; the caller's randomness is not touched."""
+
+    def __init__(self, make: MicroBatchMaker, steps: Iterator[StepIds], *, pin: bool) -> None:
+        self._make, self._steps, self._pin = make, steps, pin
+        self._wanted: StepIds | None = None
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def next_step(self, pace: Pace) -> tuple[StepIds, list[Any]]:
+        """The next step's sample ids and micro-batches; polls between samples."""
+        if self._wanted is None:
+            self._wanted = next(self._steps)
+        ids = self._wanted
+        parts: list[Any] = []
+        work = self._work(ids, parts)
+        while True:
+            with preserved():
+                interrupted = any(pace.is_due() for _ in work)
+            if not interrupted:
+                break
+            pace.poll()  # with the caller's random state: it may be saved in there
+        self._wanted = None
+        return ids, parts
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _work(self, ids: StepIds, parts: list[Any]) -> Iterator[None]:
+        """Make the micro-batches into ``parts``, with a pause after each sample."""
+        for some in ids:
+            samples = []
+            for sample in some:
+                samples.append(self._make.sample(sample))
+                yield
+            made = self._make.collate(some, samples)
+            parts.append(pin_memory(made) if self._pin else made)  # type: ignore[no-untyped-call]
+
+
+class WorkerPool:
+    """Makes the micro-batches in worker processes of a torch ``DataLoader``.
+
+    A thread takes them from the loader into a short queue.  The training loop waits at that queue,
+    where it can be woken, and not in the loader, where it can't.
+    """
+
+    def __init__(
+        self,
+        make: MicroBatchMaker,
+        steps: Iterator[StepIds],
+        *,
+        pin: bool,
+        num_workers: int,
+        prefetch_factor: int,
+        worker_init_fn: Callable[[int], None] | None,
+        multiprocessing_context: str | None,
+    ) -> None:
+        self._owner = os.getpid()
+        self._steps = steps
+        self._issued: deque[StepIds] = deque()
+        self._ready: queue.Queue[tuple[StepIds, list[Any]] | BaseException] = queue.Queue(
+            _STEPS_READY
+        )
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._died_at: float | None = None
+        self._kills = OomKills()
+        self._iterator: Any = None
+        # Also where Python's own default is the fork server (3.14): that one dies of a signal to
+        # all processes of a step, and the workers' exit statuses with it.
+        self._start_method = multiprocessing_context or "fork"
+        self._loader: DataLoader[Any] = DataLoader(
+            make,  # type: ignore[arg-type]  # a dataset by its __getitem__
+            batch_size=None,
+            sampler=self._issue(),
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=pin,
+            prefetch_factor=prefetch_factor,
+            timeout=_TICK_S,
+            worker_init_fn=_WorkerStart(worker_init_fn),
+            multiprocessing_context=self._start_method,
+            # Without one, making the iterator draws from the global generator of the training loop.
+            generator=torch.Generator(),
+        )
+
+    def start(self) -> None:
+        """Start the workers and the fetching thread, unless they run."""
+        if self._thread is not None:
+            return
+        self._kills = read_oom_kills()
+        with children_deaf_from_birth(self._start_method):
+            self._iterator = iter(self._loader)
+        # torch would raise in the main thread, at any instruction, when a worker ends; the fetching
+        # thread and next_step see it as well, and raise where data was asked for.
+        _remove_worker_pids(id(self._iterator))
+        self._iterator._worker_pids_set = False
+        self._thread = threading.Thread(target=self._fill, name="forge-batches", daemon=True)
+        self._thread.start()
+
+    def next_step(self, pace: Pace) -> tuple[StepIds, list[Any]]:
+        """The next step's sample ids and micro-batches; polls while it waits."""
+        self.start()
+        while self._failure is None:
+            try:
+                item = self._ready.get(timeout=pace.wait_s())
+            except queue.Empty:
+                self._failure = self._overdue_death()
+                pace.poll()
+                continue
+            if not isinstance(item, BaseException):
+                return item
+            self._failure = self._death() or item
+        raise self._failure
+
+    def close(self) -> None:
+        """End thread and workers in well under a second, whatever they are doing."""
+        if os.getpid() != self._owner:
+            return  # a forked copy of this object, perhaps collected there: the workers are not its
+        self._stop.set()
+        iterator, self._iterator = self._iterator, None
+        if self._thread is None or iterator is None:
+            return
+        self._failure = self._failure or ForgeError(
+            "the batches were closed", next_step="Make a new BatchSource."
+        )
+        if threading.current_thread() is not self._thread:  # which may collect the last reference
+            self._thread.join(_TICK_S + _PATIENCE_S)
+        sound = not self._thread.is_alive() and all(w.is_alive() for w in iterator._workers)
+        pinning = getattr(iterator, "_pin_memory_thread", None)
+        if pinning is not None:
+            iterator._pin_memory_thread_done_event.set()
+            iterator._worker_result_queue.put((None, None))
+            pinning.join(_PATIENCE_S)
+        if sound:
+            # Only with all alive: one that died may have taken the lock of this event along.
+            iterator._workers_done_event.set()
+            for indices in iterator._index_queues:
+                indices.put(None)
+            _wait(iterator._workers)
+        for end in ("terminate", "kill"):
+            for worker in iterator._workers:
+                if worker.is_alive():
+                    getattr(worker, end)()
+            _wait(iterator._workers)
+        iterator._shutdown = True  # torch's own way may wait for 10 s per worker, or for ever
+        for pipe in (*iterator._index_queues, iterator._worker_result_queue):
+            pipe.cancel_join_thread()
+            pipe.close()
+
+    def _issue(self) -> Iterator[list[SampleId]]:
+        """What the loader hands to its workers, one micro-batch each, in order."""
+        for step in self._steps:
+            self._issued.append(step)
+            yield from step
+
+    def _fill(self) -> None:
+        """The fetching thread: from the loader into the queue, until told to stop or an error."""
+        item: tuple[StepIds, list[Any]] | BaseException
+        iterator = self._iterator
+        while not self._stop.is_set():
+            try:
+                first = self._take(iterator)
+                ids = self._issued.popleft()
+                item = ids, [first, *(self._take(iterator) for _ in ids[1:])]
+            except _StoppedError:
+                return
+            except BaseException as error:
+                item = error
+            while not self._stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    self._ready.put(item, timeout=_TICK_S)
+                    break
+            if isinstance(item, BaseException):
+                return
+
+    def _take(self, iterator: Any) -> Any:
+        while not self._stop.is_set():
+            try:
+                return next(iterator)
+            except RuntimeError as error:
+                # The loader can be asked again after its own timeout; that is how we stay awake.
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+            pinning = getattr(iterator, "_pin_memory_thread", None)
+            if pinning is not None and not pinning.is_alive():
+                raise ForgeError(
+                    "the loader's thread for pinned memory died",
+                    next_step="Its message is above; pin_memory=False does without it.",
+                )
+        raise _StoppedError
+
+    def _overdue_death(self) -> ForgeError | None:
+        """A worker's death that the fetching thread did not report.
+
+        A worker killed in the middle of a message leaves that thread reading for ever.
+        """
+        death = self._death()
+        if death is None:
+            return None
+        self._died_at = self._died_at or time.monotonic()
+        return death if time.monotonic() - self._died_at > 10 * _TICK_S else None
+
+    def _death(self) -> ForgeError | None:
+        workers = () if self._iterator is None else self._iterator._workers
+        for number, worker in enumerate(workers):
+            if worker.exitcode:
+                told = killed_since(self._kills, read_oom_kills())
+                return _death_of(number, worker.pid, worker.exitcode, told)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerStart:
+    """What a worker runs first.  A class and no closure: other start methods pickle it."""
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        shield_worker(worker_id)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+class _StoppedError(Exception):
+    """The fetching thread is to end."""
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _wait(workers: Sequence[Any]) -> None:
+    """Wait a little for all of them to end, and no longer than that takes."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while running := [worker.sentinel for worker in workers if worker.is_alive()]:
+        if not connection.wait(running, max(deadline - time.monotonic(), 0.0)):
+            return
+
+
+def _death_of(number: int, pid: int | None, code: int, told: str | None) -> ForgeError:
+    """``told``: what the kernel's counters say about memory since the workers were started."""
+    who, advice = f"data-loader worker {number} (pid {pid})", "Its own message, if any, is above."
+    if code > 0:
+        return ForgeError(f"{who} ended with exit status {code}", next_step=advice)
+    try:
+        how = f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        how = f"was killed by signal {-code}"
+    for_memory = -code == signal.SIGKILL and told is not None
+    if for_memory:
+        how = f"{how} because memory ran out ({told})"
+    if -code == signal.SIGKILL:
+        advice = "Usually the host ran out of memory: use fewer num_workers or ask for more --mem."
+    elif -code == signal.SIGBUS:
+        advice = "Usually /dev/shm is full: use fewer num_workers, or make it larger."
+    return LoaderKilledError(f"{who} {how}", next_step=advice, for_memory=for_memory)

@@ -1,0 +1,1 @@
+"""Faults injected on request, for rehearsals and tests."""

@@ -1,0 +1,343 @@
+"""Faults that somebody asked for, at the places of a run where real ones happen.
+
+Two places: ``boundary`` between two steps, and ``loss`` with every micro-batch's loss before its
+backward.  That a fault strikes is on disk first (``Struck``), then it happens: a rank that kills
+itself must find it done when it comes again.  Without faults nothing is computed.
+
+Which faults on purpose have struck in a run: one small file each, made before it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from slurm_forge.spec.faults import Fault, FaultKind, Target
+from slurm_forge.training.core.loss import (
+    Loss,
+)
+from slurm_forge.training.core.sample_order import (
+    Windows,
+)
+from slurm_forge.training.faults.strikes import (
+    damage,
+    hold_interpreter,
+    hook_gradient,
+    hook_out_of_memory,
+    state_tensor,
+    stop_loader_workers,
+    wait_for_nobody,
+)
+from slurm_forge.vocabulary.plan import SampleWindow
+
+if TYPE_CHECKING:
+    from slurm_forge.training.core.run_state import (
+        Registry,
+    )
+    from slurm_forge.training.data.batches import (
+        Batch,
+    )
+
+
+import json
+import re
+
+from slurm_forge.errors import RunDirectoryError, UnsafeFileError
+from slurm_forge.files import create_exclusive, make_private_directory, read_json
+
+_SIGNALS = {
+    FaultKind.TERM: Signals.SIGTERM,  # as a preemption sends it
+    FaultKind.USR1: Signals.SIGUSR1,
+    FaultKind.KILL: Signals.SIGKILL,
+    FaultKind.STOP: Signals.SIGSTOP,
+}
+_SLOW_S = 5.0
+_HANG_S = 60.0
+_HOURS_S = 24 * 3600.0
+
+AnyLoss = TypeVar("AnyLoss", torch.Tensor, Loss)
+
+
+class Injecting:
+    """The faults of one rank in one launch.  ``active`` is False where none can strike here.
+
+    ``boundary`` and ``loss`` return at once then.  A transient fault strikes once per run, however
+    often its step comes again: in another launch, after a rollback, or while a step is replayed.
+    ``directory`` is the run's folder.
+    """
+
+    def __init__(
+        self,
+        faults: Iterable[Fault],
+        *,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        launch: int,
+        directory: Path,
+        say: Callable[[str], None] | None = None,
+        send: Callable[[Signals], None] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        everything = tuple(fault for fault in faults if not fault.of_start)
+        self._faults = tuple(
+            f for f in everything if f.rank in (None, rank) and f.attempt in (None, attempt)
+        )
+        self.active = bool(self._faults)
+        self._rank, self._attempt = rank, attempt
+        self._struck = Struck(directory / FOLDER, launch=f"{attempt}.{launch}", rank=rank)
+        self._say, self._send, self._sleep = say or _to_stderr, send or _to_myself, sleep
+        self._registry: Registry | None = None
+        self._handles: list[RemovableHandle] = []
+        self._fresh = False
+        self._replaying = self._probe_spoilt = False
+        #: The fault that makes this rank slower in this step.
+        self._dragging: Fault | None = None
+        for fault in everything if rank == 0 else ():
+            if fault.rank is not None and fault.rank >= world_size:
+                self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
+
+    def probe_spoilt(self) -> bool:
+        """Whether the probe that is being issued is the one to be spoilt."""
+        spoilt, self._probe_spoilt = self._probe_spoilt, False
+        return spoilt
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """A step is computed again to see whether it repeats: only deterministic faults strike."""
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying = False
+            self._new_visit()
+
+    def boundary(self, step: int, registry: Registry | None = None) -> None:
+        """Before a step's forward, ``step`` steps done: signals, exceptions, a changed state.
+
+        UnsupportedError where the state to be changed does not exist.
+        """
+        if not self.active:
+            return
+        self._registry = registry
+        self._new_visit()
+        self._fresh = True
+        before, self._dragging = self._dragging, None
+        for fault in self._faults:
+            if fault.drags:
+                if fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                    self._dragging = fault
+                    if before is not fault:
+                        self._say(f"{fault} strikes on purpose from step {step} on")
+                continue
+            if fault.of_batch or not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                continue
+            if fault.target is None:
+                if self._strikes(fault, step):
+                    self._do(fault, step)
+                continue
+            found = state_tensor(fault.target, registry)
+            if self._strikes(fault, step):
+                damage(found, fault.number)
+
+    def loss(
+        self,
+        loss: AnyLoss,
+        *,
+        step: int,
+        samples_first: int,
+        samples: int,
+        micro_batch: int,
+        skipped: Sequence[SampleWindow] = (),
+    ) -> AnyLoss:
+        """The loss of the step's micro-batch number ``micro_batch``, or what a fault makes of it.
+
+        It is of ``samples`` samples: those from position ``samples_first`` of the stream on that
+        are in none of the ``skipped`` windows.
+        """
+        if not self.active:
+            return loss
+        if micro_batch == 0 and not self._fresh:
+            self._new_visit()  # a loop without boundaries
+        self._fresh = False
+        for fault in self._faults:
+            if not fault.of_batch or (fault.above is not None and samples <= fault.above):
+                continue
+            if not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                continue
+            window = fault.samples
+            if window is not None and not _holds(window, samples_first, samples, skipped):
+                continue
+            if self._strikes(fault, step):
+                loss = self._spoil(fault, loss, step)
+        return loss
+
+    @property
+    def drags(self) -> bool:
+        """Whether this rank is to be slower than it is, in this step."""
+        return self._dragging is not None
+
+    def drag(self, seconds: float) -> None:
+        """What took so long takes a factor longer."""
+        if self._dragging is not None and self._dragging.factor is not None:
+            self._sleep((self._dragging.factor - 1) * seconds)
+
+    def drag_trial(self, seconds: float) -> None:
+        """The same for the trial, where it is the node that is slow."""
+        if self._dragging is not None and self._dragging.target is Target.NODE:
+            self.drag(seconds)
+
+    def _strikes(self, fault: Fault, step: int) -> bool:
+        """Whether it happens now, and has not happened before."""
+        if not fault.deterministic:
+            try:
+                if self._replaying or not self._struck.may(fault, step):
+                    return False
+            except OSError as error:
+                self._say(f"{fault} is left out: that it struck can't be written down ({error})")
+                return False
+        self._say(f"{fault} strikes on purpose after step {step} on rank {self._rank}")
+        return True
+
+    def _spoil(self, fault: Fault, loss: AnyLoss, step: int) -> AnyLoss:
+        tensor = loss.sum if isinstance(loss, Loss) else loss
+        if fault.kind is FaultKind.OOM:
+            self._keep(hook_out_of_memory(tensor, self._registry, self._sleep))
+        elif fault.target is Target.GRAD:
+            self._keep(hook_gradient(tensor, self._registry, fault.number))
+        elif fault.loss_factor is not None:
+            return _multiplied(loss, fault.loss_factor)
+        else:
+            self._do(fault, step)
+        return loss
+
+    def _do(self, fault: Fault, step: int) -> None:
+        """What happens to the process."""
+        match fault.kind:
+            case FaultKind.EXCEPTION:
+                raise RuntimeError(f"a fault on purpose at step {step}")
+            case FaultKind.SLOW:
+                self._sleep(_SLOW_S if fault.seconds is None else fault.seconds)
+            case FaultKind.HANG if fault.seconds is not None:
+                self._sleep(fault.seconds)
+            case FaultKind.HANG:
+                while True:
+                    self._sleep(_HANG_S)
+            case FaultKind.LOCK:
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()  # nobody will ever release it
+            case FaultKind.GIL:
+                hold_interpreter(_HOURS_S if fault.seconds is None else fault.seconds)
+            case FaultKind.COLLECTIVE:
+                wait_for_nobody(self._rank)
+            case FaultKind.DATA:
+                stop_loader_workers()
+            case FaultKind.WRONG:
+                self._probe_spoilt = True
+            case _:
+                self._send(_SIGNALS[fault.kind])
+
+    def _keep(self, handle: RemovableHandle | None) -> None:
+        self._handles += [] if handle is None else [handle]
+
+    def _new_visit(self) -> None:
+        """A step begins, or begins again."""
+        self._struck.new_visit()
+        while self._handles:
+            self._handles.pop().remove()  # of a parameter that had no gradient
+
+
+def first_sample(
+    batch: Batch, micro_batch: int, *, rank: int, skipped: Sequence[SampleWindow] = ()
+) -> int:
+    """Position in the stream of the first sample of a rank's micro-batch number ``micro_batch``."""
+    without = Windows(skipped)
+    before = rank * batch.size + sum(batch.micro_sizes[:micro_batch])
+    return without.at(without.kept_before(batch.first) + before)
+
+
+def _holds(window: SampleWindow, first: int, count: int, skipped: Sequence[SampleWindow]) -> bool:
+    """Whether one of the ``count`` samples from ``first`` on, without ``skipped``, is in it."""
+    without = Windows(skipped)
+    begin = without.kept_before(first)
+    inside = without.kept_before(max(window.first, first)), without.kept_before(window.stop)
+    return inside[0] < min(inside[1], begin + count)
+
+
+def _multiplied(loss: AnyLoss, by: float) -> AnyLoss:
+    if isinstance(loss, Loss):
+        return replace(loss, sum=loss.sum * by)
+    return loss * by
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(f"slurm_forge: {text}\n")
+    sys.stderr.flush()
+
+
+def _to_myself(number: Signals) -> None:
+    os.kill(os.getpid(), number)
+
+#: Below the run's folder: one small file for every fault that has struck.
+FOLDER = "injected"
+_LIMIT = 1 << 16
+_UNFIT = re.compile(r"[^A-Za-z0-9@.=+-]")
+
+
+class Struck:
+    """The memory of transient faults: each strikes once at each of its steps, whoever starts again.
+
+    All ranks of one ``launch`` share a fault: the first one to come by makes the file, the others
+    find their own launch in it.  A *visit* is one execution of a step: within it the answer stays,
+    so that all micro-batches of a step are struck, or none.
+    """
+
+    def __init__(self, folder: Path, *, launch: str, rank: int) -> None:
+        self._folder, self._launch, self._rank = folder, launch, rank
+        self._visit: dict[str, bool] = {}
+        self._spent: set[str] = set()
+
+    def new_visit(self) -> None:
+        """A step begins, or begins again."""
+        self._visit.clear()
+
+    def may(self, fault: Fault, step: int) -> bool:
+        """Whether it strikes now, ``step`` steps done; then it is on disk that it has.
+
+        OSError where that can't be written down: such a fault must not strike, since it would do
+        so again and again.
+        """
+        name = _UNFIT.sub("_", str(fault)) + (f".at-{step}" if fault.times > 1 else "")
+        if name not in self._visit:
+            self._visit[name] = name not in self._spent and self._claim(name, fault, step)
+            self._spent.add(name)
+        return self._visit[name]
+
+    def _claim(self, name: str, fault: Fault, step: int) -> bool:
+        make_private_directory(self._folder)
+        path = self._folder / f"{name}.json"
+        body = {
+            "fault": str(fault),
+            "step": step,
+            "launch": self._launch,
+            "first_rank": self._rank,
+            "time": round(time.time(), 3),
+        }
+        if create_exclusive(path, json.dumps(body).encode()):
+            return True
+        try:
+            return read_json(path, _LIMIT).get("launch") == self._launch
+        except (UnsafeFileError, RunDirectoryError):
+            return False

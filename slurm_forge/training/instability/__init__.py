@@ -1,0 +1,1 @@
+"""Skipped steps, loss spikes and their diagnosis; called by the training loop."""

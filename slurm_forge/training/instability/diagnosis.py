@@ -1,0 +1,334 @@
+"""The expensive questions about a step that was left out: where it was bad, and if it is again.
+
+All ranks ask them together, and only after an incident.  The step left weights, moments and buffers
+as they were, so computing its gradients again tells what repeats (data or model) from what does not
+(hardware).  That costs about one step, and takes as much memory as its forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.training.core.loss import (
+    Loss,
+)
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
+from slurm_forge.training.core.sample_order import (
+    SampleId,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+)
+from slurm_forge.training.instability.diagnosis_report import (
+    MOST_NAMES,
+    MOST_SAMPLES,
+    Blamed,
+    Examination,
+    RankFindings,
+    not_finite,
+    put_together,
+    shortened,
+)
+from slurm_forge.training.instability.forward_hooks import (
+    below,
+    modules_of,
+    plain_values,
+    tensors_in,
+)
+from slurm_forge.training.instability.replay import (
+    Again,
+    Generators,
+    Shelter,
+    needs_peers,
+    replay,
+    unsynchronised,
+)
+from slurm_forge.training.step.gradient_norms import (
+    parameter_names,
+)
+
+__all__ = ["Blamed", "Examination", "Examiner", "Generators"]
+
+
+class Examiner:
+    """Asks what can be asked of a step that was left out; every method is collective.
+
+    ``group`` carries CPU tensors; None is a process alone.  ``device`` is where losses lie.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        device: torch.device,
+        *,
+        rank: int,
+        host: str,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._registry = registry
+        self._device = device
+        self._rank, self._host = rank, host
+        self._ranks = Ranks(group)
+        self._meant: frozenset[str] = frozenset()
+
+    def take_as_meant(self) -> None:
+        """Buffers that hold NaN now were made so.  Local; before the first step of a launch."""
+        self._meant = frozenset(
+            path for path, buffer in self._buffers() if _word(buffer, may_be_infinite=True)
+        )
+
+    def examine(
+        self,
+        *,
+        batch: Batch | None,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        loss: float | None,
+        blame: Sequence[Blamed] = (),
+        generators: Generators | None = None,
+        no_replay: str = "",
+    ) -> Examination:
+        """What became clear, the same on all ranks; afterwards everything is as it was before.
+
+        Gradients must be gone, and weights and buffers those of the step's beginning.  ``batch``
+        and ``compute_loss`` are what the step was computed from, or one of them None on all ranks
+        where it can't be computed again; ``no_replay`` tells people why.  ``loss`` is this rank's
+        own mean loss in that step, ``blame`` its gradients, worst first; ``generators`` were taken
+        as the step began (without them dropout differs).
+
+        An error on one rank is part of the answer.  Where a forward needs the other ranks (FSDP2,
+        SyncBatchNorm) it is raised instead, for they wait in vain for this one: end the launch.
+        """
+        facts = self._facts(batch, loss, blame)
+        shelter: Shelter | None = None
+        if batch is not None and compute_loss is not None:
+            try:
+                shelter = Shelter(self._registry.models.values())
+            except Exception as error:
+                facts["failed"] = _told(error)
+        everybody = self._ranks.agree(None, shelter is not None, all, doing="Examining a bad step")
+        if everybody and shelter is not None and batch is not None and compute_loss is not None:
+            facts |= self._again(batch, compute_loss, shelter, generators)
+        mine = RankFindings(rank=self._rank, host=self._host, **facts)
+        without = ""
+        if batch is None or compute_loss is None:
+            without = f"not computed again{no_replay and ': '}{no_replay}"
+
+        def decide(told: Sequence[Any]) -> Any:
+            found = [RankFindings.from_json(each) for each in told]
+            return put_together(found, no_replay=without).to_json()
+
+        answer = self._ranks.agree(None, mine.to_json(), decide, doing="Examining a bad step")
+        return Examination.from_json(answer)
+
+    def _facts(
+        self, batch: Batch | None, loss: float | None, blame: Sequence[Blamed]
+    ) -> dict[str, Any]:
+        """What can be said without computing anything."""
+        bad = [shortened(each.name) for each in blame if not each.finite]
+        facts: dict[str, Any] = {
+            "was_bad": loss is not None and not math.isfinite(loss),
+            "blamed": tuple(bad[:MOST_NAMES]),
+            "blamed_in_all": len(bad),
+        }
+        if blame and not bad:
+            facts["largest"] = f"{shortened(blame[0].name)}, norm {blame[0].norm:.4g}"
+        try:
+            facts["state"] = tuple(self._bad_state())
+            if batch is not None:
+                facts["data"] = tuple(_bad_data(batch))[:MOST_SAMPLES]
+        except Exception as error:  # a tensor of a kind that nobody has thought of
+            facts["failed"] = _told(error)
+        return facts
+
+    def _again(
+        self,
+        batch: Batch,
+        compute_loss: Callable[[Any], torch.Tensor | Loss],
+        shelter: Shelter,
+        generators: Generators | None,
+    ) -> dict[str, Any]:
+        models = self._registry.models
+        alone = self._ranks.size == 1 or not needs_peers(models.values())
+        found: list[Again] = []
+        failed, random, scale = "", False, self._loss_scale()
+        try:
+            with unsynchronised(models.values()):
+                shelter.begin(generators)
+                try:
+                    replay(
+                        models,
+                        batch,
+                        compute_loss,
+                        found,
+                        device=self._device,
+                        loss_scale=scale,
+                    )
+                except Exception as error:
+                    if not alone:
+                        raise
+                    failed = _told(error)
+                random = shelter.drew(generators)
+        finally:
+            shelter.put_back()
+        facts = _summary(found, batch, self._rank, self._ranks.size, scale, self._dtypes())
+        if failed:
+            facts["failed"] = failed
+        return {**facts, "replayed": not failed, "random": random}
+
+    def _loss_scale(self) -> float:
+        """The gradient scaler's before it took the bad step in."""
+        scaler = self._registry.scaler
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        return float(scaler.get_scale() / scaler.get_backoff_factor())
+
+    def _bad_state(self) -> Iterator[str]:
+        """What is not finite in memory: weights, buffers, what optimizers keep."""
+        names = parameter_names(self._registry.models)
+        found = 0
+        for what, tensor, may_be_infinite in self._state(names):
+            word = _word(tensor, may_be_infinite)
+            if word:
+                found += 1
+                yield f"{word} in {shortened(what)}"
+            if found > MOST_NAMES:
+                return
+
+    def _state(self, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for model in self._registry.models.values():
+            for weight in model.parameters():
+                yield names.get(id(weight), "a parameter"), weight, False
+        for path, buffer in self._buffers():
+            if path not in self._meant:
+                yield path, buffer, True  # the mask of an attention holds -inf
+        for optimizer in self._registry.optimizers.values():
+            for parameter, state in optimizer.state.items():
+                of = names.get(id(parameter), "a parameter")
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{key} of {of}", value, False
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, module in modules_of(self._registry.models, compiled=True):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield below(path, name), buffer
+
+    def _dtypes(self) -> set[torch.dtype]:
+        """Of gradients, as the optimizers see them."""
+        return {
+            parameter.dtype
+            for model in self._registry.models.values()
+            for parameter in model.parameters()
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+
+
+def _summary(
+    found: Sequence[Again],
+    batch: Batch,
+    rank: int,
+    ranks: int,
+    loss_scale: float,
+    dtypes: Iterable[torch.dtype],
+) -> dict[str, Any]:
+    """What the replay of one rank comes to."""
+    norms: dict[str, float] = {}
+    losses = [not_finite(each.loss) for each in found]
+    bad = [bool(word) for word in losses]
+    for at, each in enumerate(found):
+        for name, norm in each.seen.norms:
+            norms[name] = norms.get(name, 0.0) + norm
+            bad[at] = bad[at] or not math.isfinite(norm)
+    wrong = {name: norm for name, norm in norms.items() if not math.isfinite(norm)}
+    gradient = "NaN" if any(map(math.isnan, wrong.values())) else "infinite" if wrong else ""
+    total = math.hypot(*norms.values()) / loss_scale if not wrong else 0.0
+    if not wrong and total > _largest_norm(dtypes):
+        gradient = f"too large for its norm to be finite (up to {total:.1e})"
+        wrong = {name: norms[name] for name in sorted(norms, key=norms.__getitem__)[-1:]}
+    first_bad = [at for at, one in enumerate(bad) if one] or list(range(len(found)))
+    if not (any(losses) or gradient):
+        first_bad = []
+    counts = [each.count for each in found if each.count is not None]
+    samples, positions = _samples(batch, first_bad, rank, ranks)
+    return {
+        "loss": next((word for word in losses if word), ""),
+        "gradient": gradient,
+        "parameters": tuple(shortened(name) for name in list(wrong)[:MOST_NAMES]),
+        "bad_gradients": len(wrong),
+        "gradients": len(norms),
+        "layer": shortened(next((found[at].seen.layer for at in first_bad), "")),
+        "micro_batches": tuple(at + 1 for at in first_bad[:MOST_SAMPLES]),
+        "samples": samples[:MOST_SAMPLES],
+        "positions": positions[:MOST_SAMPLES],
+        "count": sum(counts) if counts else None,
+    }
+
+
+def _largest_norm(dtypes: Iterable[torch.dtype]) -> float:
+    """Above it the guard's norm, for which squares are added up in the gradients' type, is not."""
+    narrow = torch.finfo(torch.float16).max  # added up in float32, and then a float16
+    largest = [torch.finfo(dtype).max for dtype in dtypes]
+    return min((one if one == narrow else math.sqrt(one) for one in largest), default=math.inf)
+
+
+def _samples(
+    batch: Batch, micro_batches: Sequence[int], rank: int, ranks: int
+) -> tuple[tuple[SampleId, ...], tuple[tuple[int, int], ...]]:
+    """Ids and places in the stream of what is in some of this rank's micro-batches."""
+    share = sum(batch.micro_sizes)
+    starts = [sum(batch.micro_sizes[:at]) for at in micro_batches]
+    parts = [
+        (start, start + batch.micro_sizes[at] - 1)
+        for start, at in zip(starts, micro_batches, strict=True)
+    ]
+    if len(batch.sample_ids) != share:
+        return (), ()  # a batch that the program made
+    ids = tuple(each for first, last in parts for each in batch.sample_ids[first : last + 1])
+    if batch.consumed - batch.first != share * ranks:
+        return ids, ()  # something in between is left out of the stream
+    before = batch.first + rank * share
+    return ids, tuple((before + first, before + last) for first, last in parts)
+
+
+def _bad_data(batch: Batch) -> Iterator[SampleId]:
+    """Samples with values that are not finite, where a micro-batch has one row for each."""
+    if len(batch.sample_ids) != sum(batch.micro_sizes):
+        return
+    ids = iter(batch.sample_ids)
+    for micro, size in zip(batch.micro_batches, batch.micro_sizes, strict=True):
+        own = [next(ids) for _ in range(size)]
+        bad: set[int] = set()
+        for tensor in tensors_in(micro):
+            values = plain_values(tensor)
+            if values is None or values.numel() == 0 or tuple(values.shape[:1]) != (size,):
+                continue
+            # -inf may be meant: a mask.
+            smallest, largest = torch.aminmax(values.reshape(size, -1), dim=1)
+            rows = smallest.isnan() | (largest == math.inf)
+            bad.update(rows.nonzero().flatten().tolist())
+        yield from (own[row] for row in sorted(bad))
+
+
+def _word(tensor: torch.Tensor, may_be_infinite: bool) -> str:
+    values = plain_values(tensor)
+    if values is None or values.numel() == 0:
+        return ""
+    smallest, largest = torch.stack(torch.aminmax(values)).tolist()
+    if math.isnan(smallest):
+        return "NaN"
+    if may_be_infinite:
+        return ""
+    return "infinity" if math.isinf(smallest) or math.isinf(largest) else ""
+
+
+def _told(error: Exception) -> str:
+    return shortened(f"{type(error).__name__}: {error}".replace("\n", " "), 200)

@@ -1,0 +1,341 @@
+"""What the ranks found out about a bad step, put together into one answer.  Pure: no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from slurm_forge.vocabulary.cause import Evidence
+from slurm_forge.vocabulary.json_value import Json
+
+__all__ = ["Blamed", "Examination", "RankFindings", "not_finite", "put_together", "shortened"]
+
+#: (epoch from 0, index into the dataset), as training/core/sample_order.py has it.
+_SampleId = tuple[int, int]
+
+#: How many names, ranks, samples and ranges are told; of the rest only how many there are.
+MOST_NAMES, MOST_SAMPLES = 3, 8
+_MOST_RANKS, _MOST_RANGES, _MOST_HOSTS = 3, 4, 4
+_LONGEST_NAME, _LONGEST_TEXT = 120, 300
+
+
+class Blamed(Protocol):
+    """A parameter's gradient in the bad step, over all ranks."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+
+    @property
+    def norm(self) -> float:
+        """The norm of its gradient."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether that is finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFindings:
+    """One rank's part.
+
+    ``was_bad``: its loss was not finite in the step itself.  ``blamed``: parameters whose gradients
+    were not finite in it, how many, and ``largest``, the largest one where all were.  ``state`` and
+    ``data`` are bad without any computing: weights and the like (``NaN in …``), and samples that
+    hold NaN or infinity.
+
+    All else is of the replay: ``replayed`` to its end or ``failed`` with an error; ``random`` where
+    it drew other random numbers than the step.  ``loss`` and ``gradient`` say how they were bad
+    (``NaN``), and are empty where they were not; ``parameters`` those with a bad gradient, where it
+    began first; ``layer`` the first module with a bad output in spite of good inputs;
+    ``micro_batches`` the bad ones, counted from 1; ``positions`` their samples in the stream, first
+    and last, ``samples`` their ids; ``count`` what ``Loss(sum, count)`` counted.
+    """
+
+    rank: int
+    host: str
+    was_bad: bool = False
+    blamed: tuple[str, ...] = ()
+    blamed_in_all: int = 0
+    largest: str = ""
+    state: tuple[str, ...] = ()
+    data: tuple[_SampleId, ...] = ()
+    replayed: bool = False
+    failed: str = ""
+    random: bool = False
+    loss: str = ""
+    gradient: str = ""
+    parameters: tuple[str, ...] = ()
+    bad_gradients: int = 0
+    gradients: int = 0
+    layer: str = ""
+    micro_batches: tuple[int, ...] = ()
+    samples: tuple[_SampleId, ...] = ()
+    positions: tuple[tuple[int, int], ...] = ()
+    count: float | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the replay was not finite on this rank."""
+        return bool(self.loss or self.gradient)
+
+    @property
+    def place(self) -> str:
+        """``rank 9 (n05)``."""
+        return f"rank {self.rank} ({shortened(self.host, 60)})"
+
+    def to_json(self) -> Json:
+        """What goes to rank 0: without what is empty it stays below two kilobytes."""
+        return {key: value for key, value in asdict(self).items() if value not in ((), "", None)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RankFindings:
+        """Undo ``to_json``."""
+        return cls(**{key: _frozen(each) for key, each in value.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What became clear of a bad step; the same on every rank, and small whatever their number.
+
+    ``repeats``: computed again it was bad again (data or model), was not (hardware is to be
+    suspected), or None where that could not be found out.  ``rank`` and ``hosts`` are where it
+    began, as far as that is known: a node to be suspected only where ``repeats`` is False.
+    ``state`` names what is not finite in memory already, so that no other batch would help;
+    ``data`` samples that are not finite themselves; ``samples`` and ``positions`` (in the stream,
+    first and last) what was in the bad micro-batches.
+    """
+
+    repeats: bool | None
+    rank: int | None = None
+    hosts: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    layer: str = ""
+    state: tuple[str, ...] = ()
+    data: tuple[_SampleId, ...] = ()
+    samples: tuple[_SampleId, ...] = ()
+    positions: tuple[tuple[int, int], ...] = ()
+    told: tuple[Evidence, ...] = ()
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """The same in a person's words: eight entries at most, of a few hundred bytes each."""
+        return self.told
+
+    def to_json(self) -> Json:
+        """What goes from rank 0 to all."""
+        told: list[Json] = [[each.source, each.text] for each in self.told]
+        return {**asdict(self), "told": told}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Examination:
+        """Undo ``to_json``."""
+        told = tuple(Evidence(source, text) for source, text in value["told"])
+        return cls(**{**{key: _frozen(each) for key, each in value.items()}, "told": told})
+
+
+def put_together(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Examination:
+    """One answer out of what all ranks found; ``no_replay`` says why nothing was computed again."""
+    bad = [each for each in ranks if each.is_bad]
+    counts = [each.count for each in ranks if each.count is not None]
+    total = sum(counts)
+    empty = bool(counts) and (total == 0 or not math.isfinite(total))
+    repeats: bool | None = None
+    if bad or empty:
+        repeats = True
+    elif all(each.replayed for each in ranks):
+        repeats = False
+    # A mean over all ranks is bad on all of them, and then says nothing about where it began.
+    was_bad = [each for each in ranks if each.was_bad]
+    if len(was_bad) == len(ranks) > 1:
+        was_bad = []
+    named = [] if empty and not bad else bad or was_bad
+    hosts = _unique(each.host for each in named)
+    if not hosts and repeats is False:
+        everywhere = _unique(each.host for each in ranks)
+        hosts = everywhere if len(everywhere) == 1 else ()
+    worst = min(bad, key=_vagueness) if bad else None
+    parameters = worst.parameters if worst else _unique(n for each in ranks for n in each.blamed)
+    state = _unique(text for each in ranks for text in each.state)
+    data = _unique(sample for each in ranks for sample in each.data)
+    found = Examination(
+        repeats=repeats,
+        rank=_first_rank(named, worst, ranks),
+        hosts=hosts[:_MOST_HOSTS],
+        parameters=parameters[:MOST_NAMES],
+        layer=next((each.layer for each in bad if each.layer), ""),
+        state=state[:MOST_NAMES],
+        data=data[:MOST_SAMPLES],
+        samples=_unique(sample for each in bad for sample in each.samples)[:MOST_SAMPLES],
+        positions=_ranges(part for each in bad for part in each.positions),
+    )
+    told = [
+        *_where(bad, was_bad, worst),
+        *_in_memory(ranks, state),
+        *_in_the_data(data),
+        *([] if bad else _blamed(ranks)),
+        *_failures(ranks),
+        Evidence("replay", no_replay or _verdict(found, empty, ranks)),
+    ]
+    told = [Evidence(each.source, shortened(each.text, _LONGEST_TEXT)) for each in told]
+    return replace(found, told=tuple(told))
+
+
+def not_finite(value: float) -> str:
+    """``NaN``, ``infinite``, or nothing for a finite number."""
+    if math.isfinite(value):
+        return ""
+    return "NaN" if math.isnan(value) else "infinite"
+
+
+def shortened(text: str, most: int = _LONGEST_NAME) -> str:
+    """The text with its middle left out where it is longer than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 3]}…{text[len(text) - (most - most // 3 - 1) :]}"
+
+
+def _vagueness(found: RankFindings) -> tuple[bool, int, int]:
+    """A rank that knows the layer says most, then the one with the fewest bad gradients."""
+    return not found.layer, found.bad_gradients or 1 << 30, found.rank
+
+
+def _first_rank(
+    named: Sequence[RankFindings], worst: RankFindings | None, ranks: Sequence[RankFindings]
+) -> int | None:
+    if len(ranks) == 1:
+        return ranks[0].rank
+    if not named or (len(named) == len(ranks)):
+        return None  # on all of them alike: it did not begin on one
+    return worst.rank if worst is not None else named[0].rank
+
+
+def _where(
+    bad: Sequence[RankFindings], was_bad: Sequence[RankFindings], worst: RankFindings | None
+) -> list[Evidence]:
+    """One entry for each of the first ranks; the one that knows most comes first."""
+    if worst is not None:
+        shown = [worst, *(each for each in bad if each is not worst)][:_MOST_RANKS]
+        told = [Evidence(each.place, _what(each)) for each in shown]
+    else:
+        shown = list(was_bad[:_MOST_RANKS])
+        told = [Evidence(each.place, "its loss was not finite in the step") for each in shown]
+    more = len(bad or was_bad) - len(shown)
+    if more > 0:
+        told[-1] = Evidence(told[-1].source, f"{told[-1].text}; {more} more ranks likewise")
+    return told
+
+
+def _what(found: RankFindings) -> str:
+    if found.loss:
+        text = f"loss is {found.loss}"
+    elif found.gradient and found.parameters:
+        text = f"gradient of {found.parameters[0]} is {found.gradient}"
+        if found.bad_gradients > 1:
+            text += f" ({found.bad_gradients} of {found.gradients} gradients)"
+    else:
+        text = f"gradient is {found.gradient}"
+    if found.layer:
+        text += f", first in the output of {found.layer}"
+    if found.micro_batches:
+        text += f"; micro-batch {', '.join(map(str, found.micro_batches))}"
+    return text
+
+
+def _in_memory(ranks: Sequence[RankFindings], state: Sequence[str]) -> list[Evidence]:
+    if not state:
+        return []
+    first = next(each for each in ranks if each.state)
+    more = f" and {len(state) - MOST_NAMES} more" if len(state) > MOST_NAMES else ""
+    return [Evidence("memory", f"{', '.join(state[:MOST_NAMES])}{more}, on {first.place}")]
+
+
+def _in_the_data(data: Sequence[_SampleId]) -> list[Evidence]:
+    if not data:
+        return []
+    return [Evidence("data", f"NaN or infinity in {_ids(data)}")]
+
+
+def _blamed(ranks: Sequence[RankFindings]) -> list[Evidence]:
+    """Gradients of the step itself; with sharded parameters each rank speaks of its own parts."""
+    most = max(ranks, key=lambda each: each.blamed_in_all)
+    if most.blamed:
+        more = f", and of {most.blamed_in_all - 1} more" if most.blamed_in_all > 1 else ""
+        return [Evidence("gradients", f"not finite in the step: that of {most.blamed[0]}{more}")]
+    largest = next((each.largest for each in ranks if each.largest), "")
+    return [Evidence("gradients", f"the largest in the step: {largest}")] if largest else []
+
+
+def _failures(ranks: Sequence[RankFindings]) -> list[Evidence]:
+    failed = [each for each in ranks if each.failed]
+    if not failed:
+        return []
+    more = f"; so did {len(failed) - 1} more ranks" if len(failed) > 1 else ""
+    return [Evidence(failed[0].place, f"looking into it failed: {failed[0].failed}{more}")]
+
+
+def _verdict(found: Examination, empty: bool, ranks: Sequence[RankFindings]) -> str:
+    if found.repeats is None:
+        some = any(each.replayed for each in ranks)
+        text = "the same step could not be computed again"
+        return f"{text} on all ranks; where it could it is finite" if some else text
+    if found.repeats:
+        text = "the same step computed again is not finite either: "
+        if empty:
+            return text + "Loss.count is 0 over all ranks, there is nothing to take the mean of"
+        if found.state:
+            text += "the state is bad already, whatever the data"
+        elif found.data:
+            text += "data"
+        else:
+            text += "data or model"
+        return text + _samples(found)
+    other = any(each.random for each in ranks)
+    text = "the same step computed again is finite"
+    text += ", with other random numbers: probably transient" if other else ": transient"
+    return text + (f"; suspect {', '.join(found.hosts)}" if found.hosts else "; no node stands out")
+
+
+def _samples(found: Examination) -> str:
+    parts = [f"samples {', '.join(_range(part) for part in found.positions)}"]
+    if not found.positions:
+        parts = []
+    if found.samples:
+        parts.append(_ids(found.samples))
+    return "".join(f"; {part}" for part in parts)
+
+
+def _range(part: tuple[int, int]) -> str:
+    first, last = part
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _ids(samples: Sequence[_SampleId]) -> str:
+    """``dataset[17], [4711] of epoch 0``: what to look at."""
+    shown = samples[:MOST_SAMPLES]
+    text = ", ".join(f"[{index}]" for _, index in shown)
+    more = ", …" if len(samples) >= MOST_SAMPLES else ""
+    epochs = ", ".join(map(str, _unique(epoch for epoch, _ in shown)))
+    return f"dataset{text}{more} of epoch {epochs}"
+
+
+def _ranges(parts: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """First and last, joined where they touch; the ends of all where they are too many."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(parts):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    if len(joined) > _MOST_RANGES:
+        return ((joined[0][0], joined[-1][1]),)
+    return tuple(joined)
+
+
+def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,362 @@
+"""Steps whose update was left out: counted on every rank alike, examined, and told of.
+
+Every rank comes here together: a verdict rests on the gradient norm over all ranks, and on a limit
+that all ranks have from the same agreement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_forge.control import Member
+from slurm_forge.control.messages.protocol import (
+    LeftOut,
+    Propose,
+    RequestKind,
+)
+from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import StepSkipped
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    Anomaly,
+    announce,
+)
+from slurm_forge.recovery.policy.decide import (
+    skips_allowed,
+)
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.training.core.instability import (
+    Trouble,
+)
+from slurm_forge.training.core.run_state import (
+    Progress,
+    Registry,
+)
+from slurm_forge.training.core.step_verdict import (
+    Reading,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+)
+from slurm_forge.training.faults.injector import (
+    Injecting,
+)
+from slurm_forge.training.instability.diagnosis import (
+    Examination,
+    Examiner,
+    Generators,
+)
+from slurm_forge.training.instability.spike_monitor import (
+    SpikeWatch,
+)
+from slurm_forge.training.step.gradient_guard import (
+    Applied,
+)
+from slurm_forge.training.step.gradient_norms import (
+    parameter_names,
+)
+from slurm_forge.vocabulary.cause import Cause, Evidence
+from slurm_forge.vocabulary.plan import SampleWindow
+
+__all__ = ["LaunchGivenUp", "Skips", "Taken"]
+
+#: A step is not examined again so soon: a run that skips every tenth would train at half its speed.
+_STEPS_BETWEEN_EXAMINATIONS = 100
+#: But for the first ones of a launch.
+_EXAMINATIONS = 50
+#: Steps whose samples are remembered.
+_REMEMBERED = 256
+#: One batch without anything to predict is no trouble.
+_BAD_LOSSES = 3
+
+
+class LaunchGivenUp(BaseException):
+    """All ranks leave without saving: what is on disk is better than what is in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step that has been taken, or left out: the device knows.
+
+    ``unprotected`` are buffers that the step changed and that nothing can put back.
+    """
+
+    applied: Sequence[Applied]
+    step: int
+    samples: SampleWindow
+    batch: Batch
+    compute_loss: Callable[[Any], Any] | None
+    generators: Generators | None
+    #: This rank's own mean loss, asked for after an incident only.
+    own_loss: Callable[[], float | None]
+    has_loss: bool
+    #: Whether it is a batch of ``run.batches``, whose samples can be left out.
+    ours: bool
+    unprotected: tuple[str, ...]
+
+
+class Skips:
+    """Takes the verdict of every step in; ``trouble`` is what they add up to.
+
+    With ``late`` (on a GPU) a verdict is read one step later, when it has long arrived on the host:
+    no step waits for the device.  ``watch`` is rank 0's, for what is finite and yet not right.
+    """
+
+    def __init__(
+        self,
+        policy: Recovery,
+        *,
+        rank: int,
+        progress: Progress,
+        registry: Registry,
+        examiner: Examiner,
+        journal: JournalWriter | None,
+        member: Member,
+        watch: SpikeWatch | None,
+        injecting: Injecting,
+        late: bool,
+    ) -> None:
+        self._policy = policy
+        self._rank = rank
+        self._progress = progress
+        self._registry = registry
+        self._examiner = examiner
+        self._journal = journal
+        self._member = member
+        self._watch = watch
+        self._injecting = injecting
+        self._keep = 1 if late else 0
+        self._unread: deque[Taken] = deque()
+        self._names: Mapping[int, str] | None = None
+        self._ours = False
+        self._examined_at: int | None = None
+        self._examinations = 0
+        self._bad_losses = 0
+        #: The last steps and their samples, for an incident that is noticed later.
+        self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
+        #: Of the row of skipped steps that goes on now.
+        self._row_from: SampleWindow | None = None
+        self._row_is_finite = True
+        self._row_examined = False
+        self._examination: Examination | None = None
+        self._told_evidence: tuple[Evidence, ...] = ()
+        #: What this rank has proposed to all, and nobody has answered yet.
+        self._proposed: Anomaly | None = None
+        #: What all ranks have to see to before the next step, if anything.
+        self.trouble: Trouble | None = None
+
+    def taken(self, taken: Taken) -> None:
+        """One more step."""
+        self._recent.append((taken.step, taken.samples))
+        self._ours = taken.ours
+        self._unread.append(taken)
+        self._read(self._keep)
+
+    def announced(self, anomaly: Anomaly) -> None:
+        """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
+        if self.trouble is not None or not self._recent:
+            return
+        bad = [samples for step, samples in self._recent if anomaly.onset <= step <= anomaly.step]
+        last, _ = self._recent[-1]
+        if anomaly.step > last:
+            return  # proposed before a rollback: that has answered it
+        self.trouble = Trouble(
+            cause=anomaly.cause,
+            onset=min(anomaly.onset, last),
+            step=last,
+            text=anomaly.text,
+            source="rank 0" if anomaly.cause is Cause.LOSS_SPIKE else "all ranks",
+            window=SampleWindow(bad[0].first, bad[-1].stop) if bad and self._ours else None,
+            in_memory=anomaly.in_memory,
+        )
+
+    def read_all(self) -> None:
+        """Wait for every verdict that is still on its way: before a save."""
+        self._read(0)
+
+    def begin(self) -> None:
+        """Everything is as it was resumed: what is not finite in it now is meant so."""
+        self._examiner.take_as_meant()
+
+    def forget(self) -> None:
+        """Training begins again somewhere else."""
+        self._unread.clear()
+        self._recent.clear()
+        self._examined_at, self._bad_losses, self._proposed = None, 0, None
+        self._end_row()
+        self.trouble = None
+
+    def _read(self, keep: int) -> None:
+        while len(self._unread) > keep:
+            taken = self._unread.popleft()
+            readings = [each.verdict.read() for each in taken.applied]
+            if all(reading.applied for reading in readings):
+                self._progress.skipped_in_a_row = 0
+                self._end_row()
+                self._look_at_loss(taken, readings[-1].loss)
+            else:
+                self._skipped(taken, readings)
+            if self._watch is not None:
+                self._watch.taken(taken.step, _together(readings))
+                self._progress.loss_summit = self._watch.summit
+
+    def _look_at_loss(self, taken: Taken, loss: float) -> None:
+        """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
+        if not taken.has_loss or math.isfinite(loss):
+            self._bad_losses = 0
+            return
+        self._bad_losses += 1
+        if self._bad_losses == _BAD_LOSSES:
+            text = (
+                f"the loss of rank {self._rank} was {loss} in {_BAD_LOSSES} steps in a row, and "
+                "its gradients were finite"
+            )
+            onset = taken.step - _BAD_LOSSES + 1
+            anomaly = Anomaly(Cause.NON_FINITE, onset, taken.step, text)
+            self._proposed = anomaly
+            self._member.send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+
+    @property
+    def open_proposal(self) -> Anomaly | None:
+        """What this rank has found and all have not decided on."""
+        return self._proposed or (None if self._watch is None else self._watch.open)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why a state that is saved now is not to be trusted, as far as this rank knows."""
+        if self.trouble is not None:
+            return (self.trouble.text,)
+        found = self.open_proposal
+        return () if found is None else (found.text,)
+
+    def let_pass(self) -> None:
+        """It was decided that training goes on as it is."""
+        self._progress.skipped_in_a_row = 0
+        self._proposed = None
+        self._end_row()
+
+    def _end_row(self) -> None:
+        self._row_from, self._row_is_finite, self._examination = None, True, None
+        self._row_examined = False
+
+    def _skipped(self, taken: Taken, readings: Sequence[Reading]) -> None:
+        progress = self._progress
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        self._row_from = self._row_from or taken.samples
+        finite = all(reading.finite for reading in readings)
+        self._row_is_finite = self._row_is_finite and finite
+        if finite:
+            self._member.send(LeftOut(step=taken.step))
+        searching = not finite and self._scaler_searches()
+        if not searching:
+            self._examine(taken, finite=finite)
+        self._tell(taken, readings)
+        if taken.unprotected:
+            # The update was skipped, and yet the model is not what it was.
+            names = ", ".join(taken.unprotected[:3])
+            self._trouble(taken, f"{_what(finite)}, and {names} can't be put back")
+            return
+        if self._examination is not None and self._examination.state and not searching:
+            state = "; ".join(self._examination.state)
+            self._trouble(taken, f"{_what(finite)}, and no other batch would help: {state}")
+            return
+        if searching:
+            return  # a scaler that still has room below looks for its scale: that is no incident
+        cause = Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE
+        if progress.skipped_in_a_row < max(1, skips_allowed(self._policy, cause)):
+            return
+        self._trouble(taken, f"{progress.skipped_in_a_row} steps in a row had {_what(finite)}")
+
+    def _trouble(self, taken: Taken, text: str) -> None:
+        first, found = self._row_from or taken.samples, self._examination
+        row = self._progress.skipped_in_a_row
+        self.trouble = Trouble(
+            cause=Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE,
+            onset=taken.step - row + 1,
+            step=taken.step,
+            text=text,
+            window=SampleWindow(first.first, taken.samples.stop) if taken.ours else None,
+            evidence=() if found is None else found.evidence(),
+            repeats=None if found is None else found.repeats,
+            in_memory=found is not None and bool(found.state),
+            rank=None if found is None else found.rank,
+            # A node is to be suspected where the same again was no trouble.
+            hosts=() if found is None or found.repeats is not False else found.hosts,
+        )
+
+    def _examine(self, taken: Taken, *, finite: bool) -> None:
+        """The expensive questions, once for a row: all ranks together.
+
+        Not where the norm is finite: should ranks differ on which side of the limit it lies, nobody
+        may wait for the others here (``launch/conductor/skip_consistency`` finds that out).
+        """
+        if finite or self._row_examined:
+            return
+        self._row_examined = True
+        again, self._examinations = self._examined_at, self._examinations + 1
+        soon = again is not None and 0 <= taken.step - again < _STEPS_BETWEEN_EXAMINATIONS
+        if soon and self._examinations > _EXAMINATIONS:
+            return
+        self._examined_at = taken.step
+        # Where a later step was applied the weights have moved on: nothing can be computed again.
+        moved = any(
+            all(each.verdict.read().applied for each in later.applied) for later in self._unread
+        )
+        replay = None if moved else taken.compute_loss
+        without = "the weights have moved on" if moved else ""
+        if self._names is None:
+            self._names = parameter_names(self._registry.models)
+        blame = [part for each in taken.applied for part in each.blame(self._names)]
+        with self._injecting.replay():
+            self._examination = self._examiner.examine(
+                batch=taken.batch,
+                compute_loss=replay,
+                loss=taken.own_loss(),
+                blame=blame,
+                generators=taken.generators,
+                no_replay=without,
+            )
+
+    def _tell(self, taken: Taken, readings: Sequence[Reading]) -> None:
+        if self._journal is None:
+            return
+        found = () if self._examination is None else self._examination.evidence()
+        if found == self._told_evidence:
+            found = ()  # with the first step of the row
+        else:
+            self._told_evidence = found
+        large = [f"{each.norm:.4g}" for each in readings if each.finite and not each.applied]
+        if large:
+            found = (Evidence("gradient norm", f"{', '.join(large)}: above the limit"), *found)
+        with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+            self._journal.write(
+                StepSkipped(
+                    step=taken.step,
+                    first_sample=taken.samples.first,
+                    samples=taken.samples.stop - taken.samples.first,
+                    consecutive=self._progress.skipped_in_a_row,
+                    evidence=found,
+                )
+            )
+
+    def _scaler_searches(self) -> bool:
+        scaler = self._registry.scaler
+        return scaler is not None and scaler.get_scale() > 1.0
+
+
+def _together(readings: Sequence[Reading]) -> Reading:
+    """Of several optimizers, whose norms are no one quantity, only the loss can be watched."""
+    if len(readings) == 1:
+        return readings[0]
+    applied = all(reading.applied for reading in readings)
+    finite = all(reading.finite for reading in readings)
+    return Reading(applied, finite, math.nan, readings[-1].loss)
+
+
+def _what(finite: bool) -> str:
+    return "a gradient norm above the limit" if finite else "a non-finite gradient"

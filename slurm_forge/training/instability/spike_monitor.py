@@ -1,0 +1,197 @@
+"""Watches losses and gradient norms on rank 0, and proposes to all ranks what follows from them.
+
+``recovery.monitor.loss_anomaly`` decides what is out of the ordinary; here are the policy, the
+clock and the channel.  Rank 0 alone looks, since floats may differ in the last bit: what all ranks
+do about it is agreed on for a step to come.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from slurm_forge.control.messages.protocol import (
+    Message,
+    Propose,
+    RequestKind,
+)
+from slurm_forge.errors import ControlChannelError
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    Anomaly,
+    Spikes,
+    announce,
+)
+from slurm_forge.recovery.policy.decide import (
+    skips_allowed,
+)
+from slurm_forge.spec.recovery import Recovery
+from slurm_forge.training.core.step_verdict import (
+    LARGEST,
+)
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["SpikeWatch", "StepReading", "limit_in"]
+
+#: A limit is announced no more often than that, and only where it has to be that much higher; each
+#: time all ranks agree on a step.  A lower one has time: one that is too high does no harm.
+_LIMIT_EVERY_S = 10.0
+_LOWER_EVERY_S = 60.0
+_HIGHER = 1.25
+_LOWER = 0.5
+#: Norms that rise so fast are not held up by a limit that was right a moment ago: it is lifted.
+_OUTGROWN = 2.0
+#: An announcement comes into force within a few steps.  If it has not within these it got lost.
+_LOST_AFTER_STEPS = 32
+#: As good as none: on the device norms are float32.
+_NO_LIMIT = 1e38
+#: Single outliers are told of together.
+_OUTLIERS_EVERY_S = 600.0
+
+
+class StepReading(Protocol):
+    """What the device said about a step; ``loss`` is NaN where it is not known."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the update was made."""
+
+    @property
+    def norm(self) -> float:
+        """The global gradient norm before clipping."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of this rank's part of the batch."""
+
+
+class SpikeWatch:
+    """On rank 0 only.  ``taken`` is called for every step, in order, one step late or more.
+
+    With an empty ladder for loss spikes nothing is watched; without a skip rung no norm is limited.
+    Without ``noted`` nobody hears of single outliers.
+    """
+
+    def __init__(
+        self,
+        member_send: Callable[[Message], None],
+        policy: Recovery,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        noted: Callable[[str], None] | None = None,
+        may_go_back: Callable[[], bool] = lambda: True,
+    ) -> None:
+        ladder = policy.ladder(Cause.LOSS_SPIKE)
+        skips = skips_allowed(policy, Cause.LOSS_SPIKE)
+        self._send = member_send
+        self._clock = clock
+        self._noted = noted
+        self._may_go_back = may_go_back
+        self._on = bool(ladder)
+        self._limits = skips > 0
+        #: What was proposed last, until somebody has decided on it.
+        self.open: Anomaly | None = None
+        self._spikes = Spikes(skips=skips)
+        self._in_force = math.inf
+        #: What was announced and is not in force yet, and since which step.
+        self._announced: tuple[float, int] | None = None
+        self._next_limit_at = self._next_lower_at = -math.inf
+        self._told_outliers = 0
+        self._next_outliers_at = -math.inf
+
+    def taken(self, step: int, reading: StepReading) -> None:
+        """The verdict of a step has been read.  Microseconds, unless there is something to say."""
+        if not self._on:
+            return
+        spikes = self._spikes
+        anomaly = spikes.note(step, loss=reading.loss, norm=reading.norm, applied=reading.applied)
+        if anomaly is not None:
+            self._found(anomaly)
+        if self._limits:
+            limit = spikes.limit
+            self._look_at_limit(math.inf if limit is None else limit, step)
+        if spikes.outliers != self._told_outliers:
+            self._tell_outliers()
+
+    def restarted(self, losses: Sequence[float], step: int, *, summit: float | None = None) -> None:
+        """After a resume or rollback to ``step``; ``losses`` are its last ones, oldest first.
+
+        No limit is in force then: it goes with the weights that it was learned from.
+        """
+        self.open = None
+        if summit is not None:
+            self._spikes.summit = max(self._spikes.summit, summit)
+        self._spikes.restart(losses, step)
+        self.limit_in_force(None)
+
+    def limit_in_force(self, value: float | None) -> None:
+        """All ranks leave updates above this norm out from now on; None or infinity: none."""
+        self._in_force = value if value is not None and value < _NO_LIMIT else math.inf
+        self._announced = None
+
+    def tolerate(self) -> None:
+        """Somebody has decided that an anomaly is none: how things are now is usual."""
+        self.open = None
+        self._spikes.tolerate()
+
+    @property
+    def summit(self) -> float | None:
+        """The highest usual loss so far; goes into checkpoints."""
+        return self._spikes.summit if math.isfinite(self._spikes.summit) else None
+
+    def _found(self, anomaly: Anomaly) -> None:
+        if not self._may_go_back():
+            # To begin anew because of a loss costs more than a loss may.
+            self._spikes.tolerate()
+            text = "told only: there is no checkpoint to go back to yet"
+            self._note(f"since step {anomaly.onset}: {anomaly.text}; {text}")
+            return
+        self.open = anomaly
+        self._send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+
+    def _look_at_limit(self, limit: float, step: int) -> None:
+        last = self._in_force
+        if self._announced is not None:
+            last, since = self._announced
+            if step - since >= _LOST_AFTER_STEPS:
+                self._announced, last = None, self._in_force
+        if last * _LOWER <= limit <= last * _HIGHER:  # also where there is none, and was none
+            return
+        now = self._clock()
+        due = self._next_lower_at if limit < last < math.inf else self._next_limit_at
+        if now < due:
+            if limit <= last * _OUTGROWN:
+                return
+            limit = math.inf
+        if limit < math.inf:
+            self._next_limit_at = now + _LIMIT_EVERY_S
+            self._next_lower_at = now + _LOWER_EVERY_S
+        self._announced = (limit, step)
+        self._send(Propose(kind=RequestKind.LIMIT, reason=repr(limit)))
+
+    def _note(self, text: str) -> None:
+        if self._noted is not None:
+            self._noted(text)
+
+    def _tell_outliers(self) -> None:
+        now = self._clock()
+        if now < self._next_outliers_at:
+            return
+        self._next_outliers_at = now + _OUTLIERS_EVERY_S
+        count = self._spikes.outliers - self._told_outliers
+        self._told_outliers = self._spikes.outliers
+        steps = "1 step" if count == 1 else f"{count} steps"
+        self._note(f"{steps} with a loss far above the usual (above {self._spikes.bound:.4g} now)")
+
+
+def limit_in(text: str) -> float:
+    """The limit in the reason of a request, the largest float32 for none of it."""
+    try:
+        limit = float(text)
+    except ValueError as error:
+        raise ControlChannelError(
+            f"the announcement of a limit can't be read: {text[:40]!r}",
+            next_step="Are all ranks running the same version of slurm_forge?",
+        ) from error
+    return limit if 0.0 < limit < _NO_LIMIT else LARGEST

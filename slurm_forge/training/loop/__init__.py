@@ -1,0 +1,1 @@
+"""The ``Run`` object and what it is composed of."""

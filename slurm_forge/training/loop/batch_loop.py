@@ -1,0 +1,347 @@
+"""The loop of ``run.batches``: which samples are left, how they are cut, where it is rewound."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.errors import UnsupportedError, UsageError
+from slurm_forge.recovery.fingerprint import sampling_facts
+from slurm_forge.recovery.policy.micro_batch import (
+    may_shrink,
+)
+from slurm_forge.training.core.duration import (
+    Epochs,
+    Steps,
+)
+from slurm_forge.training.core.learned_micro_batch import (
+    Learning,
+)
+from slurm_forge.training.core.process_group import (
+    Groups,
+)
+from slurm_forge.training.core.rank_consistency import (
+    require_same,
+)
+from slurm_forge.training.core.rank_info import (
+    RankContext,
+)
+from slurm_forge.training.core.sample_order import (
+    SampleOrder,
+    Windows,
+    fitting_micro_batch,
+)
+from slurm_forge.training.core.step_boundary import (
+    DATA_POLL,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+    BatchSource,
+    require_indexable,
+)
+from slurm_forge.training.loop.assembly import (
+    Parts,
+)
+from slurm_forge.training.loop.resume import (
+    Resuming,
+)
+
+__all__ = ["Asked", "Feeding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the program asked of ``run.batches``; ``UsageError`` for what can't be."""
+
+    dataset: Any
+    global_batch_size: int
+    until: Steps | Epochs
+    micro_batch_size: int | None
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+
+    def __post_init__(self) -> None:
+        # Numbers of numpy and torch become Python's own, which JSON can hold.
+        put = partial(object.__setattr__, self)
+        put("until", _checked_until(self.until))
+        put("global_batch_size", _count("global_batch_size", self.global_batch_size))
+        if self.micro_batch_size is not None:
+            put("micro_batch_size", _count("micro_batch_size", self.micro_batch_size))
+        put("num_workers", _count("num_workers", self.num_workers, least=0))
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise UsageError(
+                f"run.batches(collate_fn={self.collate_fn!r}) is not a function",
+                next_step="Give a function that makes a batch of a list of samples, or leave it "
+                "out.",
+            )
+        require_indexable(self.dataset)
+
+
+def _checked_until(until: Any) -> Steps | Epochs:
+    if not isinstance(until, Steps | Epochs):
+        example = _as_int(until, least=1) or 1000
+        raise UsageError(
+            f"run.batches(until={until!r}) does not say of what",
+            next_step=f"Write until=forge.Steps({example}), or forge.Epochs(1) for passes over the "
+            "data.",
+        )
+    count = _as_int(until.count, least=1)
+    if count is None:
+        kind = type(until).__name__
+        raise UsageError(
+            f"run.batches(until=forge.{kind}({until.count!r})) is no length of a run",
+            next_step=f"Write a whole number from 1 on: forge.{kind}(1000) counts from the start "
+            "of the run, not of this attempt.",
+        )
+    return replace(until, count=count)
+
+
+_WHAT_COUNTS = {
+    "global_batch_size": "the samples of one optimizer step, on all ranks together",
+    "micro_batch_size": "the samples of one forward pass on one rank, or leave it out",
+    "num_workers": "the number of loader processes of each rank",
+}
+
+
+def _count(name: str, value: object, *, least: int = 1) -> int:
+    count = _as_int(value, least=least)
+    if count is None:
+        raise UsageError(
+            f"run.batches({name}={value!r}) is not a whole number from {least} on",
+            next_step=f"Set {name} to {_WHAT_COUNTS[name]}.",
+        )
+    return count
+
+
+def _as_int(value: Any, *, least: int) -> int | None:
+    """A whole number of at least that, of numpy and torch as well; ``True`` is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        count = operator.index(value)
+    except TypeError:
+        return None
+    return count if count >= least else None
+
+
+class Feeding:
+    """One object per rank; ``batches`` is one loop over what is left of the run."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        parts: Parts,
+        resuming: Resuming,
+        *,
+        groups: Groups,
+        device: torch.device,
+        boundary: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._parts = parts
+        self._resuming = resuming
+        self._groups = groups
+        self._device = device
+        self._boundary = boundary
+        #: Samples of an epoch; 0 before the loop has begun.
+        self.length = 0
+        self._feeding: BatchSource | None = None
+        self._learning: Learning | None = None
+        self._begun_at = self._loops = 0
+
+    def batches(self, asked: Asked) -> Iterator[Batch]:
+        """The batches that are left."""
+        parts = self._parts
+        order = self._begin(asked)
+        source, turn = self._source(asked, order), parts.boundaries.turn
+        self._begun_at = parts.progress.step
+        parts.recovering.rewind = self._resuming.rewind if self._rewindable else None
+        # What lies before the second loop of a program is the first one's: not to be made up here.
+        parts.recovering.earliest = parts.progress.step if self._loops else 0
+        self._loops += 1
+        try:
+            while True:
+                self._boundary()
+                if parts.boundaries.turn != turn:  # rewound: other samples come next
+                    source.close()
+                    self._take_over(asked, order)
+                    source, turn = self._source(asked, order), parts.boundaries.turn
+                if parts.progress.step >= self._total(asked):
+                    if parts.recovering.ends_well():
+                        return
+                    continue
+                with parts.boundaries.data_wait() as poll:
+                    batch = source.next_batch(poll, DATA_POLL)
+                before = parts.progress.step
+                parts.recovering.batch_out = True
+                yield batch
+                parts.recovering.batch_out = False
+                if parts.progress.step == before:
+                    raise _not_stepped()  # it would come again for ever
+        finally:
+            if self._feeding is source:
+                self.over()
+            source.close()
+
+    def over(self) -> None:
+        """No more batches are taken, whatever has become of the loop."""
+        self._parts.recovering.rewind = None
+        self._parts.recovering.batch_out = False
+        if self._feeding is not None:
+            self._feeding.close()
+            self._feeding = None
+
+    def owns(self, batch: Batch) -> bool:
+        """Whether it is of the loop that goes on now."""
+        return self._feeding is not None and bool(batch.sample_ids)
+
+    def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:
+        """The batch once more in smaller micro-batches, as all that follow; None if it isn't ours.
+
+        The samples and the global batch stay what they are.
+        """
+        source = self._feeding
+        if source is None or not self.owns(batch):
+            return None
+        again = source.smaller(batch, micro_batch)
+        source.shrink(micro_batch)
+        if self._learning is not None:
+            self._learning.failed(self._resuming.micro_batch, micro_batch)
+        self._resuming.micro_batch = micro_batch
+        return again
+
+    def going_well(self) -> None:
+        """Training has come some way: now and then, when nobody is held up by it."""
+        if self._learning is not None:
+            done = self._parts.progress.step - self._begun_at
+            self._learning.worked(self._resuming.micro_batch, done)
+            self._tell_learned()
+
+    @property
+    def _rewindable(self) -> bool:
+        """Whether all that training changes can be put back: as far as can be told."""
+        registry = self._parts.registry
+        ours = {id(p) for model in registry.models.values() for p in model.parameters()}
+        return bool(registry.optimizers) and all(
+            id(parameter) in ours
+            for optimizer in registry.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _begin(self, asked: Asked) -> SampleOrder:
+        parts, resuming, spec = self._parts, self._resuming, self._context.spec
+        order = SampleOrder(spec.seed, len(asked.dataset), asked.global_batch_size)
+        share = order.share(self._context.world_size)
+        most = min(asked.micro_batch_size or share, share)
+        self.length = len(asked.dataset)
+        fitting = self._fitting(most)
+        resuming.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
+        parts.stepping.global_batch = asked.global_batch_size
+        # A second loop may be over other data; every start of the program begins with the first.
+        if not self._loops:
+            parts.comparing.know(
+                sampling_facts(
+                    seed=spec.seed, global_batch=asked.global_batch_size, samples=self.length
+                )
+            )
+            if resuming.restored:
+                parts.comparing.compare_again()
+        resuming.until = self._total(asked)
+        resuming.restore()
+        require_same(
+            Ranks(self._groups.cpu),
+            {
+                "the length of the dataset": self.length,
+                "global_batch_size": asked.global_batch_size,
+                "micro_batch_size": most,
+                "until": resuming.until,
+            },
+            next_step="Give run.batches() the same arguments on every rank.",
+        )
+        return order
+
+    def _fitting(self, asked: int) -> int:
+        """Samples per forward pass: what is asked, the plan, and what other runs have learned."""
+        plan, brief = self._parts.in_force.plan.micro_batch, self._context.brief
+        spec = self._context.spec
+        # What runs out of memory on purpose teaches nothing about real runs.
+        shrinks = may_shrink(spec.recovery, batch_coupled=spec.batch_coupled) and not spec.inject
+        if self._context.rank == 0 and shrinks:
+            self._learning = Learning(
+                self._context.directory,
+                self._parts.registry,
+                asked=asked,
+                ranks=self._context.world_size,
+                device=self._device,
+            )
+
+        def suggest(_: object) -> int:
+            if self._learning is None:
+                return min(asked, plan or asked)
+            return self._learning.suggest(plan, fresh=brief.committed_step is None)
+
+        fitting = int(Ranks(self._groups.cpu).agree(None, None, suggest, doing="Beginning"))
+        self._tell_learned()
+        return fitting
+
+    def _take_over(self, asked: Asked, order: SampleOrder) -> None:
+        """What a new plan says of the micro-batch."""
+        planned = self._parts.in_force.plan.micro_batch
+        share = order.share(self._context.world_size)
+        if planned is not None and planned < self._resuming.micro_batch:
+            self._resuming.micro_batch = fitting_micro_batch(share, planned)
+
+    def _tell_learned(self) -> None:
+        keeping = self._parts.saver.keeping
+        if self._learning is not None and keeping is not None:
+            for note in self._learning.notes():
+                keeping.say(note)
+
+    def _total(self, asked: Asked) -> int:
+        """Steps of the whole run; windows that are left out of epochs have none."""
+        total = asked.until.steps(self.length, asked.global_batch_size)
+        windows = self._parts.in_force.plan.skipped
+        if isinstance(asked.until, Steps) or not windows:
+            return total
+        end = asked.until.count * self.length
+        without, progress = Windows(windows), self._parts.progress
+        left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))
+        return progress.step + -(-left // asked.global_batch_size)
+
+    def _source(self, asked: Asked, order: SampleOrder) -> BatchSource:
+        parts = self._parts
+        plan = parts.in_force.plan
+        workers = asked.num_workers
+        if workers and plan.worker_factor < 1.0:
+            workers = max(1, int(workers * plan.worker_factor))
+        seed = self._context.spec.seed
+        self._feeding = BatchSource(
+            asked.dataset,
+            order,
+            rank=self._context.rank,
+            ranks=self._context.world_size,
+            micro_batch=self._resuming.micro_batch,
+            num_workers=workers,
+            collate_fn=asked.collate_fn,
+            device=self._device,
+            # Other random numbers where the plan asks for them; the order of samples stays.
+            seed=seed + plan.reseeded,
+            start_consumed=parts.progress.consumed,
+            start_step=parts.progress.step,
+            skipped=plan.skipped,
+        )
+        return self._feeding
+
+
+def _not_stepped() -> UnsupportedError:
+    return UnsupportedError(
+        "a batch was taken and no step was applied: its samples would be neither used nor counted",
+        next_step="Call run.train_step, or s.apply inside with run.step, for every batch.",
+    )

@@ -1,0 +1,147 @@
+"""Beginning where a checkpoint ends: once per launch, and again after every rollback in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed.fsdp import FSDPModule
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.control import Member
+from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import Resumed
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.training.core import (
+    rng,
+)
+from slurm_forge.training.core.process_group import (
+    Groups,
+)
+from slurm_forge.training.core.rank_consistency import (
+    require_same,
+)
+from slurm_forge.training.core.rank_info import (
+    RankContext,
+)
+from slurm_forge.training.loop.assembly import (
+    Parts,
+)
+from slurm_forge.training.step.ddp_warmup import (
+    Buckets,
+    settle_ddp_buckets,
+)
+from slurm_forge.training.step.loss_history import (
+    values,
+)
+from slurm_forge.vocabulary.position import Position
+
+__all__ = ["Resuming"]
+
+
+class Resuming:
+    """Collective over all ranks."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        parts: Parts,
+        *,
+        groups: Groups,
+        member: Member,
+        journal: JournalWriter | None,
+        timings: Callable[[], tuple[float, float]],
+    ) -> None:
+        self._context = context
+        self._parts = parts
+        self._groups = groups
+        self._member = member
+        self._journal = journal
+        self._timings = timings
+        #: The step at which the program is through, and samples per forward pass: if known.
+        self.until: int | None = None
+        self.micro_batch = 0
+        self.restored = self._resumed = False
+
+    def restore(self) -> bool:
+        """Resume from the newest checkpoint that may be used; True if there was one."""
+        if self.restored:
+            return self._resumed
+        self.restored = True
+        parts = self._parts
+        self._member.enter("load", started=False)
+        require_same(
+            Ranks(self._groups.cpu),
+            {"what is registered": parts.registry.names()},
+            next_step="Register the same objects under the same names on every rank.",
+        )
+        # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
+        # run sums in the same order as an uninterrupted one.
+        buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
+        settled = Buckets.LEFT not in buckets or self._context.world_size < 3
+        self._resumed = self._load(settled=settled, again=False) is not None
+        parts.skips.begin()
+        faults, keeping = self._context.spec.inject, parts.saver.keeping
+        if faults and keeping is not None:
+            keeping.say(f"faults on purpose: {', '.join(map(str, faults))}")
+        parts.hooks.call("on_train_begin", step=parts.progress.step)
+        return self._resumed
+
+    def rewind(self) -> None:
+        """Put everything back, in place, to the newest checkpoint that may still be used."""
+        parts = self._parts
+        for model in parts.registry.models.values():
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # an evaluation leaves the root whole, and with its old weights
+        with parts.boundaries.meanwhile("load"):
+            self._load(settled=True, again=True)
+        parts.boundaries.rewound()
+        self._member.rewound(Position(parts.progress.step, turn=parts.boundaries.turn))
+        parts.stepping.stepped = False
+
+    def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:
+        parts = self._parts
+        started = time.monotonic()
+        name, exact = parts.saver.restore(
+            parts.registry, parts.progress, rng.capture(), again=again
+        )
+        interpreter_s, rendezvous_s = (0.0, 0.0) if again else self._timings()
+        if self._journal is not None:
+            self._journal.write(
+                Resumed(
+                    step=parts.progress.step,
+                    checkpoint=None if name is None else str(name),
+                    world_size=self._context.world_size,
+                    until=self.until,
+                    exact=exact and settled,
+                    interpreter_s=interpreter_s,
+                    rendezvous_s=rendezvous_s,
+                    load_s=time.monotonic() - started,
+                    candidates=parts.saver.candidates,
+                    global_batch=parts.stepping.global_batch or None,
+                )
+            )
+        if name is not None:
+            self._watch_first_steps(name, exact=exact)
+            if parts.watch is not None:
+                parts.watch.restarted(
+                    values(parts.trail.snapshot()),
+                    name.step,
+                    summit=parts.progress.loss_summit,
+                )
+            parts.hooks.call("on_resume", step=parts.progress.step)
+        return name
+
+    def _watch_first_steps(self, name: CheckpointName, *, exact: bool) -> None:
+        parts = self._parts
+        keeping = parts.saver.keeping
+        if parts.first_steps is None or keeping is None:
+            return
+        expected = keeping.witness_of(name, self.micro_batch)
+        at = parts.progress.consumed
+        # Where samples are left out right here, the next micro-batch is another one.
+        other = any(window.first <= at < window.stop for window in parts.in_force.plan.skipped)
+        if not exact or parts.comparing.changed or other:
+            expected = None
+        parts.first_steps.resumed(parts.progress.step, expected=expected)

@@ -1,0 +1,568 @@
+"""The object that a training function is given: register, batches, step, phase, save, log."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.control import Member, Request, RequestKind
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.control.messages.probe import (
+    BANDWIDTH,
+)
+from slurm_forge.errors import CheckpointError, UnsupportedError
+from slurm_forge.journal import JournalWriter
+from slurm_forge.recovery.monitor.loss_anomaly import (
+    announced,
+)
+from slurm_forge.training.core import (
+    rng,
+)
+from slurm_forge.training.core.duration import (
+    Epochs,
+    Steps,
+)
+from slurm_forge.training.core.error_report import (
+    in_one_line,
+)
+from slurm_forge.training.core.loss import (
+    Loss,
+)
+from slurm_forge.training.core.memory_report import (
+    Pressure,
+    cuda_stats,
+)
+from slurm_forge.training.core.oom import (
+    Memory,
+    memory_that_ran_out,
+)
+from slurm_forge.training.core.process_group import (
+    Groups,
+)
+from slurm_forge.training.core.rank_info import (
+    RankContext,
+)
+from slurm_forge.training.core.run_state import (
+    Registry,
+)
+from slurm_forge.training.core.step_boundary import (
+    RunStopped,
+)
+from slurm_forge.training.core.step_verdict import (
+    LARGEST,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+)
+from slurm_forge.training.data.dataset_fingerprint import (
+    DataVersion,
+)
+from slurm_forge.training.faults.injector import (
+    first_sample,
+)
+from slurm_forge.training.instability.spike_monitor import (
+    limit_in,
+)
+from slurm_forge.training.loop.assembly import (
+    assemble,
+)
+from slurm_forge.training.loop.batch_loop import (
+    Asked,
+    Feeding,
+)
+from slurm_forge.training.loop.resume import (
+    Resuming,
+)
+from slurm_forge.training.step.step import (
+    Step,
+)
+from slurm_forge.vocabulary.plan import RecoveryPlan
+
+__all__ = ["Run"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Run:
+    """One rank's view of the run; every rank calls the same methods in the same order.
+
+    A training function gets it as its first argument; ``attach`` returns it in a script.
+
+    Attributes:
+        name (str): The name of the run.
+        directory (pathlib.Path): The run directory, on storage that all nodes see.
+        args (dict[str, Any]): The job's ``args``, for a training function that takes the run alone.
+        device (torch.device): The device of this rank: its GPU, else the CPU.
+        rank (int): The rank of this process, from 0.
+        local_rank (int): The rank among those on the same node, from 0.
+        world_size (int): The number of ranks.
+        attempt (int): Which start of the Slurm job this is, from 1.
+        launch (int): Which start of the ranks within the attempt this is, from 1.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        device: torch.device,
+        groups: Groups,
+        member: Member,
+        journal: JournalWriter | None,
+        timings: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    ) -> None:
+        self.device = device
+        self.rank = context.rank
+        self.local_rank = context.local_rank
+        self.world_size = context.world_size
+        self.directory = context.directory.path
+        self.name = context.spec.name
+        self.args: dict[str, Any] = dict(context.spec.args)
+        self.attempt = context.brief.attempt
+        self.launch = context.brief.launch
+        self._context = context
+        self._groups = groups
+        self._member = member
+        self._journal = journal
+        parts = assemble(
+            context, device=device, groups=groups, member=member, journal=journal, act=self._act
+        )
+        self._registry, self._hooks, self._progress = parts.registry, parts.hooks, parts.progress
+        self._comparing, self._saver, self._saves = parts.comparing, parts.saver, parts.saves
+        self._first_steps, self._stepping = parts.first_steps, parts.stepping
+        self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
+        self._pacing = parts.pacing
+        self._in_force, self._recovering = parts.in_force, parts.recovering
+        self._skips, self._watch, self._injecting = parts.skips, parts.watch, parts.injecting
+        self._pressure = Pressure()
+        self._resuming = Resuming(
+            context, parts, groups=groups, member=member, journal=journal, timings=timings
+        )
+        self._feeding = Feeding(
+            context, parts, self._resuming, groups=groups, device=device, boundary=self._boundary
+        )
+
+    # -- what the program says ---------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Register everything that has a state, before ``batches`` or ``restore``.
+
+        Learning-rate schedulers are stepped for you, once per step.
+
+        Args:
+            **objects: Objects with ``state_dict`` and ``load_state_dict``, or lists of them:
+                models, optimizers, schedulers, a ``GradScaler``, an EMA.  The names are the keys in
+                every checkpoint of the run; None is ignored.
+
+        Raises:
+            UnsupportedError: The checkpoint is loaded already, a name is registered twice, or an
+                object has no ``state_dict`` and ``load_state_dict``.
+        """
+        if self._resuming.restored:
+            raise UnsupportedError(
+                "run.register() after training has begun: the checkpoint was loaded without it",
+                next_step="Register everything before run.batches() or run.restore().",
+            )
+        for name, value in objects.items():
+            self._registry.add(name, value)
+
+    @property
+    def step_number(self) -> int:
+        """Optimizer steps done, skipped ones included; a rollback decreases it."""
+        return self._progress.step
+
+    @property
+    def restored(self) -> bool:
+        """Whether the checkpoint, if any, is loaded; from then on ``step_number`` is right."""
+        return self._resuming.restored
+
+    def data(
+        self,
+        name: str,
+        *,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+        version: str | None = None,
+        contents: bool = False,
+    ) -> None:
+        """Declare what the run trains on, so that a resume notices when the data changed.
+
+        Call it before ``batches`` or ``restore``.  What a difference does is ``environment: {data:
+        …}`` in the job file.
+
+        Args:
+            name: What the data set is called in messages, such as ``train``.
+            files: Files and folders, compared by name, size and modification time.
+            version: A version of your own instead of files.
+            contents: Compare what is in the files, too.
+
+        Raises:
+            UnsupportedError: The checkpoint is loaded already.
+        """
+        if self._resuming.restored:
+            raise UnsupportedError(
+                "run.data() after training has begun: nothing was compared with it",
+                next_step="Call it before run.batches() or run.restore().",
+            )
+        if self.rank == 0:
+            self._comparing.data(name, DataVersion.of(files, version=version, contents=contents))
+
+    @property
+    def recovery(self) -> RecoveryPlan:
+        """The recovery plan in force: every parameter that recovery has changed."""
+        return self._in_force.plan
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Plain values (JSON) of your own that are part of every checkpoint; change it in place."""
+        return self._progress.extra
+
+    def on(self, name: str) -> Callable[[_F], _F]:
+        """Register a hook: ``@run.on("on_save")``.
+
+        Hooks run on rank 0.  A hook that raises ends the launch, as any error of the program does.
+
+        Args:
+            name: One of the names below [Hooks](#hooks).
+
+        Returns:
+            A decorator that returns the function unchanged.
+
+        Raises:
+            ValueError: There is no hook of that name.
+        """
+        return lambda hook: self._hooks.add(name, hook)
+
+    def restore(self) -> bool:
+        """Load the newest checkpoint that may be resumed from.  Collective.
+
+        ``batches`` and ``step`` call it; a loop without them calls it once, after ``register``.
+
+        Returns:
+            Whether there was a checkpoint.
+
+        Raises:
+            CheckpointMissingError: The run has saved before, and no checkpoint can be used.
+            MismatchError: The run is resumed with something that the job file says to refuse.
+        """
+        return self._resuming.restore()
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        until: Steps | Epochs,
+        micro_batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Batch]:
+        """Restore, then yield the batches that are left, one per optimizer step.
+
+        The order of the samples depends on the seed of the job and on the samples consumed alone:
+        it is the same after any interruption, for any number of ranks and loader workers.
+        Python's, numpy's and torch's generators are seeded before each ``dataset[index]``.
+
+        Args:
+            dataset: A map-style dataset: ``__len__`` and ``__getitem__``.
+            global_batch_size: Samples of one optimizer step over all ranks; divisible by the number
+                of ranks.
+            until: When training is over: ``Steps(n)`` or ``Epochs(n)``.
+            micro_batch_size: Samples per rank and forward pass; None is the rank's whole share.
+                The recovery plan may decrease it, never the global batch.
+            num_workers: Data-loader worker processes per rank; 0 loads in this process.
+            collate_fn: Makes a micro-batch of a list of samples; None is torch's
+                ``default_collate``.
+
+        Yields:
+            This rank's share of the batch; its tensors are on ``device``.
+
+        Raises:
+            UsageError: The dataset has no length or index, or the sizes do not fit.
+            UnsupportedError: The loop body applied no step to a batch.
+        """
+        return self._feeding.batches(
+            Asked(
+                dataset=dataset,
+                global_batch_size=global_batch_size,
+                until=until,
+                micro_batch_size=micro_batch_size,
+                num_workers=num_workers,
+                collate_fn=collate_fn,
+            )
+        )
+
+    @contextmanager
+    def step(self, batch: Batch) -> Iterator[Step]:
+        """One optimizer step, written out: ``with run.step(batch) as s:``.
+
+        Its beginning is the step boundary: requests to save or stop take effect there.
+
+        Args:
+            batch: From ``batches``, or one that you have made.
+
+        Yields:
+            The step: ``s.micro_batches()``, ``s.backward(loss)``, ``s.apply()``.
+        """
+        self.restore()
+        self._boundary()
+        step = self._stepping.begin(batch)
+        yield step
+        before = self._progress.consumed
+        if self._stepping.end(step):
+            self._telling.epochs(self._feeding.length, before)
+            self._hooks.call("on_step_end", step=self._progress.step)
+            if self._telling.write():
+                self._now_and_then()
+
+    def train_step(
+        self,
+        batch: Batch,
+        compute_loss: Callable[[Any], torch.Tensor | Loss],
+        *,
+        max_norm: float | None = None,
+    ) -> torch.Tensor:
+        """Accumulate over micro-batches, clip, check, and update on all ranks or on none.
+
+        Collective, as the backward of DDP and FSDP is.  On one rank a CUDA out-of-memory error
+        halves the micro-batch and tries again.
+
+        Args:
+            batch: From ``batches``.
+            compute_loss: Called with each micro-batch; returns the mean loss over its samples (a
+                scalar tensor), or ``Loss(sum, count)``.
+            max_norm: The gradient norm to clip to, over all ranks; None does not clip.
+
+        Returns:
+            This rank's mean loss: a scalar tensor, detached, on ``device``, not synchronised.
+
+        Raises:
+            UnsupportedError: No optimizer is registered, or one step has losses of both forms.
+        """
+        begun: Step | None = None
+        while True:
+            given = self._injected(batch, compute_loss) if self._injecting.active else compute_loss
+            try:
+                with self.step(batch) as begun:
+                    self._stepping.compute_loss = given
+                    return begun.run(given, max_norm=max_norm)
+            except Exception as error:
+                smaller = self._smaller(batch, begun, error)
+                if smaller is None:
+                    raise
+            batch = smaller  # once the error is gone, which holds on to the memory
+
+    def _smaller(self, batch: Batch, step: Step | None, error: Exception) -> Batch | None:
+        """The batch to try again with where memory ran out; None where that is not to be cured.
+
+        Only where no other rank waits for this one, and before anything was changed.
+        """
+        if self.world_size > 1 or step is None or step.updating:
+            return None
+        if memory_that_ran_out(error) is not Memory.DEVICE or not self._feeding.owns(batch):
+            return None
+        if any(True for _ in self._registry.ddp()):
+            return None  # a backward that was broken off leaves DDP waiting for its end
+        if not self._stepping.abandon(step):
+            return None
+        micro_batch = self._recovering.shrink(in_one_line(error), max(batch.micro_sizes))
+        if micro_batch is None:
+            return None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._feeding.smaller(batch, micro_batch)
+
+    def _now_and_then(self) -> None:
+        """On rank 0, every few seconds: what may wait for the device or write a small file."""
+        if self._first_steps is not None:
+            self._first_steps.look()
+        self._feeding.going_well()
+        if self.device.type == "cuda":
+            full = self._pressure.look(cuda_stats(self.device))
+            if full is not None and self._saver.keeping is not None:
+                self._saver.keeping.say(full)
+
+    def _injected(
+        self, batch: Batch, compute_loss: Callable[[Any], torch.Tensor | Loss]
+    ) -> Callable[[Any], torch.Tensor | Loss]:
+        """The same with the faults that strike this batch: also when it is computed once more."""
+        step, turns = self._progress.step, itertools.count()
+
+        def spoilt(micro: Any) -> torch.Tensor | Loss:
+            number = next(turns) % len(batch.micro_sizes)
+            skipped = self._in_force.plan.skipped
+            loss: Any = compute_loss(micro)
+            found: torch.Tensor | Loss = self._injecting.loss(
+                loss,
+                step=step,
+                samples_first=first_sample(batch, number, rank=self.rank, skipped=skipped),
+                samples=batch.micro_sizes[number],
+                micro_batch=number,
+                skipped=skipped,
+            )
+            return found
+
+        return spoilt
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Evaluation and the like: ``with run.phase("eval"):``.
+
+        Ranks may do different work inside, and can be stopped at ``run.poll()``.  The random state
+        of the training is restored at the end, so that a phase that runs again after a resume
+        changes nothing.
+
+        Args:
+            name: The phase.  ``eval`` calls ``on_eval_end`` and is what ``keep_best`` looks at.
+
+        Raises:
+            RuntimeError: One phase is inside another.
+        """
+        self._saves.random = random = rng.capture()
+        try:
+            with self._boundaries.phase(name, self._stop_here):
+                yield
+            self._progress.phases[name] = self._progress.step
+        finally:
+            rng.restore(random)
+            self._saves.random = None
+        if name == "eval":
+            self._hooks.call("on_eval_end", step=self._progress.step)
+            self._saves.evaluated(self._telling.of_this_step())
+
+    def due(self, name: str, *, every: int) -> bool:
+        """Whether the phase is due: every so many steps, and again if it was cut off.
+
+        Call it at the top of the loop body: a run that stopped inside the phase resumes there.
+
+        Args:
+            name: The phase.
+            every: The number of optimizer steps between two of them.
+
+        Returns:
+            True if the phase is due before this step and has not run yet; never at step 0.
+        """
+        step = self._progress.step
+        return step > 0 and step % every == 0 and self._progress.phases.get(name) != step
+
+    def poll(self) -> None:
+        """A point where the run can stop: inside a phase, or between steps in a loop of your own.
+
+        Where the phase has collectives, every rank calls it equally often.
+        """
+        if self._boundaries.inside is not None:
+            self._boundaries.poll()
+        else:
+            self._boundary()
+
+    def save(self) -> None:
+        """Save now, and wait until the checkpoint is on disk.  Collective, between two steps.
+
+        A save that fails is recorded in the journal and tried again later; training continues.
+        """
+        self._saves.save("asked by the program", wait=True)
+
+    def log(self, **values: Any) -> None:
+        """Log figures; rank 0 writes the latest into the journal every few seconds.
+
+        Args:
+            **values: Numbers, or tensors of one element, which are detached and read later.
+        """
+        self._telling.remember(values)
+
+    # -- what happens at a boundary ----------------------------------------------------------
+
+    def _boundary(self) -> None:
+        self._recovering.boundary()  # what the last step came to
+        if not self._boundaries.boundary(self._progress.step):
+            return
+        if self._recovering.boundary():  # what was announced for here
+            self._boundaries.boundary(self._progress.step)
+        self._saves.boundary(stepped=self._stepping.stepped)
+
+    def _act(self, request: Request) -> None:
+        match request.kind:
+            case RequestKind.STOP:
+                self._stop_here()
+                raise RunStopped
+            case RequestKind.SAVE:
+                self._saves.save(request.reason)
+            case RequestKind.PROBE if self._probe is not None:
+                if self._pacing is not None:
+                    self._pacing.try_out()
+                self._probe.issue(request.id, large=request.reason == BANDWIDTH)
+                self._hooks.call("on_probe", step=self._progress.step)
+            case RequestKind.LIMIT:
+                # One from before a rollback is not meant for the steps behind it.
+                stale = self._boundaries.turn > 0 and not self._stepping.stepped
+                self._in_force.limit = LARGEST if stale else limit_in(request.reason)
+                if self._watch is not None:
+                    self._watch.limit_in_force(self._in_force.limit)
+            case RequestKind.RECOVER:
+                self._skips.announced(announced(request.reason))
+            case _:
+                pass
+
+    def _stop_here(self) -> None:
+        """Save, and tell the conductor: the run stops on all ranks at this step."""
+        step = self._progress.step
+        self._skips.read_all()
+        self._saves.have("stop", doubts=self._skips.doubts)
+        self._telling.write(now=True)
+        last = self._saves.last
+        self._hooks.call("on_stop", step=step)
+        name = None if last is None else str(last)
+        self._member.send(p.Stopped(step=step, checkpoint=name))
+
+    # -- for the worker ----------------------------------------------------------------------
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per forward pass in force; 0 before ``batches``."""
+        return self._resuming.micro_batch
+
+    @property
+    def registry(self) -> Registry:
+        """What was registered: for the account of a rank that ran out of memory."""
+        return self._registry
+
+    def leave(self) -> None:
+        """The launch is over for this rank: nothing of ours goes on beside the next one."""
+        if self._probe is not None:
+            self._probe.close()
+
+    def let_land(self) -> None:
+        """Something was raised: a save that is being written may be what is resumed from."""
+        self._saver.let_land()
+
+    def finish(self) -> int:
+        """The program is through: last save, last words.  Collective.  Returns the last step."""
+        self.restore()
+        self._feeding.over()  # also where the program left the loop and kept it
+        # Before anything collective: a rank that is still at it would be waited for without end.
+        said = self._progress.step
+        self._member.send(p.Through(step=said))
+        self._recovering.ends_well()
+        step = self._progress.step
+        if step != said:
+            self._member.send(p.Through(step=step))
+        self._boundaries.leave()
+        if not self._saves.have("final"):
+            raise CheckpointError(
+                f"all {step} steps are done, and their result could not be saved",
+                next_step="The journal says why.  The run goes on from its last checkpoint, "
+                "or begins again where it has none.",
+            )
+        # Nobody leaves the channel while another may still have to be told where everybody is.
+        Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
+        self._telling.write(now=True)
+        self._now_and_then()
+        self._hooks.call("on_train_end", step=step)
+        self._member.send(p.Finished(step=step))
+        return step

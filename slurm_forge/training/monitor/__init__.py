@@ -1,0 +1,1 @@
+"""The monitor process of each rank, the collective probe and step timing."""

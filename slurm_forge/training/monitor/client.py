@@ -1,0 +1,138 @@
+"""The worker's side of its witness: what both hold in common, and starting it.
+
+Before torch is imported, so that a start that hangs is seen too.  Where the kernel lacks what it
+takes, or somebody else watches the worker, training goes on without: heartbeats are left then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from slurm_forge.control.clock_page import ProgressClock, new_page
+from slurm_forge.process import process_words
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.training.monitor.flight_recorder import (
+    prepare,
+)
+from slurm_forge.training.monitor.stacks import (
+    dump_on_signal,
+    no_more_dumps,
+)
+
+__all__ = ["Witnessed", "begin_to_be_witnessed"]
+
+
+@dataclass(slots=True)
+class Witnessed:
+    """What a worker shares with its witness; ``progress`` is for its ``Member``."""
+
+    progress: ProgressClock
+    page: int
+    dump: int | None
+    #: Where NCCL's flight recorder writes, or nothing.
+    recorder: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self,
+        directory: RunDirectory,
+        *,
+        rank: int,
+        world_size: int,
+        host: str,
+        channel: str,
+        nonce: str,
+        attempt: int,
+        launch: int,
+        alone_after: timedelta | None,
+    ) -> None:
+        """Start the witness.  Main thread; takes a few milliseconds, and never fails."""
+        pidfd = _pidfd()
+        kept = [self.page, *(fd for fd in (self.dump, pidfd) if fd is not None)]
+        words = [
+            str(directory.path),
+            str(os.getpid()),
+            str(self.page),
+            "-" if self.dump is None else str(self.dump),
+            "-" if pidfd is None else str(pidfd),
+            str(rank),
+            str(world_size),
+            host,
+            str(attempt),
+            str(launch),
+            self.recorder,
+            str(0.0 if alone_after is None else alone_after.total_seconds()),
+            channel,
+        ]
+        with contextlib.suppress(OSError), _signals_held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, *process_words("witness", *words)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=kept,
+            )
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(nonce.encode() + b"\n")
+                self._process.stdin.close()
+        if pidfd is not None:
+            os.close(pidfd)
+
+    def end(self) -> None:
+        """The rank is through: nobody need look on any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self.dump is not None:
+            no_more_dumps(self.dump)
+            self.dump = None
+        with contextlib.suppress(OSError):
+            os.close(self.page)
+
+
+def begin_to_be_witnessed() -> Witnessed | None:
+    """Make what can be shared; None where this system has no such memory.
+
+    Before torch is imported: it reads some variables of the process then.
+    """
+    try:
+        page = new_page()
+    except (OSError, AttributeError):
+        return None
+    dump = None
+    with contextlib.suppress(OSError, AttributeError, RuntimeError, ValueError):
+        dump = dump_on_signal()
+    recorder, variables = prepare(process_environ())
+    os.environ.update(variables)
+    return Witnessed(ProgressClock(page), page, dump, recorder)
+
+
+def _pidfd() -> int | None:
+    try:
+        return os.pidfd_open(os.getpid())
+    except (OSError, AttributeError):  # before Linux 5.3: the witness looks at its parent then
+        return None
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A signal to the whole group must not end the witness before it has said that it ignores it.
+
+    What comes meanwhile is the worker's a moment later; the witness starts with them blocked.
+    """
+    held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

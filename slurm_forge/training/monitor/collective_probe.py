@@ -1,0 +1,243 @@
+"""The collective probe of one rank: its own group, never waited for by the training.
+
+Issued at a step boundary that all ranks agreed on, so that it takes the same place in every rank's
+order of collectives; watched from a thread; judged by the hub, which knows who has arrived.
+
+What is summed has a row for each rank: its own value in its own row, zeros in all others.  So a
+value that arrives changed names who sent it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from slurm_forge.control import Member
+from slurm_forge.control.messages.protocol import (
+    ProbeArrived,
+    ProbeBroke,
+    ProbeDone,
+)
+
+__all__ = ["Probe", "value_of"]
+
+#: How long between two looks at a probe under way, by how long it has been.
+_LOOKS = ((0.05, 0.0005), (1.0, 0.002), (float("inf"), 0.02))
+#: Values are whole numbers below this, exact in float32 and in whatever order they are summed.
+_VALUES = 509
+#: On CPUs ranks share cores and memory with the training: larger ones would be felt.
+_LARGEST_ON_CPU = 1 << 20
+_SHOWN = 256
+_LEAVE_WITHIN_S = 1.0
+
+
+def value_of(number: int, rank: int) -> int:
+    """What ``rank`` contributes to probe ``number``: never 0, another one each time."""
+    return (31 * number + 7 * rank) % _VALUES + 1
+
+
+class _Message:
+    """Rows of one rank each, in memory that is kept; all but ``fill`` belong to the watcher."""
+
+    def __init__(self, device: torch.device, rank: int, world_size: int, width: int) -> None:
+        self.tensor = torch.zeros((world_size, width), device=device)
+        self._own = self.tensor[rank]
+        self._rank, self._world = rank, world_size
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def fill(self, number: int, spoilt: bool) -> None:
+        """Main thread: this rank's contribution; queued on the device, not waited for."""
+        self.tensor.zero_()
+        self._own.fill_(float(value_of(number, self._rank) + (1 if spoilt else 0)))
+
+    def right(self, number: int) -> torch.Tensor:
+        """Whether the sum is right, by row, where the tensor is."""
+        values = [float(value_of(number, rank)) for rank in range(self._world)]
+        expected = torch.tensor(values).to(self.tensor.device, non_blocking=True)
+        return (self.tensor == expected.unsqueeze(1)).all(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    number: int
+    started: float
+    small: dist.Work
+    large: dist.Work | None
+
+
+class Probe:
+    """Issues probes on ``group``, one at a time; a late one is left to the hub.
+
+    ``large`` is the size in bytes of those that measure bandwidth, None for none.  ``spoilt`` says
+    whether this rank is to contribute a wrong value, for rehearsals.
+    """
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        large: int | None = None,
+        spoilt: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._member = member
+        self._group = group
+        self._device = device
+        self._world_size = world_size
+        self._spoilt = spoilt
+        self._clock = clock
+        self._gpu = device.type == "cuda"
+        self._small = _Message(device, rank, world_size, 1)
+        self._large: _Message | None = None
+        if large is not None:
+            most = large if self._gpu else min(large, _LARGEST_ON_CPU)
+            self._large = _Message(device, rank, world_size, max(1, most // 4 // world_size))
+        if self._gpu:
+            _time_collectives(group, device)
+        self._todo: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
+        self._idle = True
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="forge-probe", daemon=True)
+        self._thread.start()
+
+    def issue(self, number: int, *, large: bool = False) -> None:
+        """Start probe ``number``; returns at once.  Main thread, at the agreed boundary.
+
+        An error of the group is said over the channel and not raised: training has its own.
+        """
+        if self._closed:
+            return
+        if not self._idle:
+            self._member.send(ProbeBroke(id=number, text="the probe before is not over"))
+            return
+        self._member.send(ProbeArrived(id=number, gpu=self._gpu))
+        started = self._clock()
+        second: dist.Work | None = None
+        try:
+            spoilt = self._spoilt()
+            self._small.fill(number, spoilt)
+            first = dist.all_reduce(self._small.tensor, group=self._group, async_op=True)
+            if large and self._large is not None:
+                self._large.fill(number, spoilt)
+                second = dist.all_reduce(self._large.tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self._member.send(ProbeBroke(id=number, text=_first_line(error)))
+            return
+        if first is not None:
+            self._idle = False
+            self._todo.put(_Issued(number, started, first, second))
+
+    def close(self) -> None:
+        """The launch is over: the watcher ends, whatever has become of a probe under way."""
+        self._closed = True
+        self._todo.put(None)
+        self._thread.join(_LEAVE_WITHIN_S)
+
+    # -- the watcher -------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        if self._gpu:
+            torch.cuda.set_device(self._device)
+        while not self._closed:
+            issued = self._todo.get()
+            if issued is None:
+                return
+            try:
+                done = self._watch(issued)
+            except RuntimeError as error:
+                # Gloo: the connection to a rank that has died.  Whoever trains notices by itself.
+                if not self._closed:
+                    text = _first_line(error)
+                    self._member.send(ProbeBroke(id=issued.number, text=text))
+                continue
+            if done is not None:
+                self._idle = True
+                self._member.send(done)
+
+    def _watch(self, issued: _Issued) -> ProbeDone | None:
+        """Its outcome; None once the launch is over."""
+        small = self._completed(issued.small)
+        if small is None:
+            return None
+        wrong = set(self._wrong(self._small, issued.number, issued.small))
+        bandwidth = 0.0
+        if issued.large is not None and self._large is not None:
+            large = self._completed(issued.large)
+            if large is None:
+                return None
+            wrong |= set(self._wrong(self._large, issued.number, issued.large))
+            seconds = _on_the_device(issued.large) or large - small
+            share = 2 * (self._world_size - 1) / self._world_size
+            bandwidth = share * self._large.size / max(seconds, 1e-6)
+        return ProbeDone(
+            id=issued.number,
+            latency_s=small - issued.started,
+            wrong=tuple(sorted(wrong)[:_SHOWN]),
+            bandwidth=bandwidth,
+        )
+
+    def _completed(self, work: dist.Work) -> float | None:
+        """When it was over.  Polled: ``Work.wait(timeout)`` would abort the communicator."""
+        begun = self._clock()
+        while not work.is_completed():
+            if self._closed:
+                return None
+            since = self._clock() - begun
+            time.sleep(next(pause for until, pause in _LOOKS if since < until))
+        return self._clock()
+
+    def _wrong(self, message: _Message, number: int, work: dist.Work) -> list[int]:
+        """Ranks whose values are not what they sent; ``RuntimeError`` where the work failed."""
+        if not self._gpu:
+            work.wait()  # it is over: raises its error, if there was one
+            return _rows(message.right(number))
+        # A stream of its own: nothing here waits for, or is waited for by, the training's.
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            work.wait()
+            right = message.right(number)
+            here = torch.empty(right.shape, dtype=right.dtype, pin_memory=True)
+            here.copy_(right, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+        while not done.query():  # type: ignore[no-untyped-call]
+            if self._closed:
+                return []
+            time.sleep(_LOOKS[0][1])
+        return _rows(here)
+
+
+def _rows(right: torch.Tensor) -> list[int]:
+    return [rank for rank, fine in enumerate(right.tolist()) if not fine]
+
+
+def _time_collectives(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have NCCL record when each collective of the group began and ended on the device."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        group._get_backend(device)._enable_collectives_timing()  # type: ignore[attr-defined]
+
+
+def _on_the_device(work: dist.Work) -> float | None:
+    """Seconds that it took there, where that was recorded (NCCL)."""
+    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+        return float(work._get_duration()) / 1e3 or None  # type: ignore[attr-defined]
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

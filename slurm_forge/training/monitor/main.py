@@ -1,0 +1,402 @@
+"""A rank's witness: a process beside the worker that tells the hub whether it gets anywhere.
+
+The process ``witness RUN …``, started by the worker (``witnessed``).  It needs no lock of the
+worker's interpreter and no torch, and ends with the worker or with the launch.
+
+``Witness`` itself is a participant in somebody's loop: descriptors to wait for, and a tick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.clock_page import ClockReader
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.control.stack_text import essence
+from slurm_forge.control.tcp.links import (
+    say_links,
+    summarize,
+)
+from slurm_forge.control.tcp.own_connections import (
+    connection_of,
+)
+from slurm_forge.errors import ControlChannelError, ForgeError
+from slurm_forge.files import make_private_directory, write_atomic
+from slurm_forge.knobs import Knobs
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.last_words import LastWords, write_last_words
+from slurm_forge.signals import signal_name
+from slurm_forge.slurm.kernel import killed_since, read_oom_kills
+from slurm_forge.training.core.procfs import (
+    exit_status,
+    read_process,
+)
+from slurm_forge.training.monitor.flight_recorder import (
+    dump_into,
+    forget,
+)
+from slurm_forge.training.monitor.netlink import (
+    connections_of,
+    own_addresses,
+)
+from slurm_forge.training.monitor.port_counters import (
+    PortCounters,
+)
+from slurm_forge.training.monitor.stacks import (
+    StackTaker,
+)
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Subject", "Witness", "main"]
+
+_TICK_S = 1.0
+#: A tick that comes this much late: the witness was stopped too, with the whole job as a rule.
+_GAP_S = 1.5
+_COLD = frozenset({"start", "load"})
+_CONNECT_WITHIN_S = 10.0
+_SEND_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Whom to watch: the worker's process, its clock page, where it dumps stacks.
+
+    ``alone_after`` is set for the rank that hosts the conductor: so many seconds without any Python
+    thread of it running, and the witness ends it, since nobody else is left who could.
+    """
+
+    pid: int
+    page: int
+    dump: int | None
+    pidfd: int | None
+    rank: int
+    world_size: int
+    host: str
+    nonce: str
+    hosts: tuple[str, ...]
+    port: int
+    run: RunDirectory
+    attempt: int
+    launch: int
+    alone_after: float | None = None
+    #: Nobody but the witness can tell how that rank ended: no Slurm is there to be asked.
+    tells_end: bool = False
+    #: The folder of NCCL's flight recorder, if there is one.
+    recorder: str = ""
+
+
+class Witness:
+    """Reads and tells once a second.  ``over`` once the worker or the channel is gone."""
+
+    def __init__(self, subject: Subject, clock: Callable[[], float] = time.monotonic) -> None:
+        self._subject = subject
+        self._clock = clock
+        self._reader = ClockReader(subject.page)
+        self._taker = StackTaker(
+            subject.pid, subject.dump, thread=lambda: self._reader.alive().thread
+        )
+        self._socket: socket.socket | None = None
+        self._buffer = b""
+        self._ticked = self._next = clock()
+        #: When the witness was last stopped itself: (until, for how long).
+        self._pauses: list[tuple[float, float]] = []
+        self._ports = PortCounters()
+        self._kills = read_oom_kills()
+        self._has_told = False
+        self.over = False
+        try:
+            self._socket = connect(subject.hosts, subject.port, _CONNECT_WITHIN_S)
+        except OSError:
+            self.over = subject.alone_after is None
+            return
+        self._socket.settimeout(_SEND_WITHIN_S)
+        self._send(
+            p.Attend(
+                nonce=subject.nonce,
+                rank=subject.rank,
+                world=subject.world_size,
+                host=subject.host,
+                pid=subject.pid,
+            )
+        )
+        self._say_links(0)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What to wait for being readable."""
+        own = () if self._socket is None else (self._socket.fileno(),)
+        return own if self._subject.pidfd is None else (*own, self._subject.pidfd)
+
+    def ready(self, descriptor: int) -> None:
+        """One of the descriptors is readable.  May take a few seconds: stacks are taken here."""
+        if descriptor == self._subject.pidfd:
+            self.over = True
+        elif self._socket is not None and descriptor == self._socket.fileno():
+            self._receive(self._socket)
+
+    def tick(self) -> float:
+        """Do what is due; seconds until the next call."""
+        now = self._clock()
+        if now < self._next:
+            return self._next - now
+        late = now - self._ticked - _TICK_S
+        if late > _GAP_S:
+            self._pauses = [*self._pauses[-31:], (now, late)]
+        self._ticked, self._next = now, now + _TICK_S
+        facts = read_process(self._subject.pid)
+        if facts.state in ("", "X"):
+            self.over = True
+            return 0.0
+        self._tell(now)
+        counted = self._ports.counted()
+        if counted is not None:
+            self._send(p.PortsSeen(id=counted.number, lines=counted.lines))
+        self._judge_alone(now, facts.state)
+        return _TICK_S
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> None:
+        moved = self._reader.moved()
+        if moved is None:
+            return
+        for each in self._reader.lasted():
+            self._send(p.Lasted(kind=each.kind, seconds=round(each.seconds, 3)))
+        facts = read_process(self._subject.pid)
+        place = moved.position
+        self._send(
+            p.Pulse(
+                turn=place.turn,
+                step=place.step,
+                begun=moved.begun,
+                phase_no=place.phase,
+                poll=place.poll,
+                phase=moved.phase,
+                kind=moved.kind,
+                since_s=round(self._since(moved.at, now), 3),
+                mute_s=round(self._mute(now), 3),
+                state=facts.state,
+                cpu_s=facts.cpu_s,
+            )
+        )
+
+    def _since(self, then: float, now: float) -> float:
+        """How long ago that was, without the time that the witness itself was stopped."""
+        stopped = sum(min(gap, until - then) for until, gap in self._pauses if until > then)
+        return max(0.0, now - then - stopped)
+
+    def _mute(self, now: float) -> float:
+        alive = self._reader.alive()
+        return self._since(alive.at, now) if alive.thread else 0.0
+
+    def _send(self, message: p.Message) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendall(p.encode(message))
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        # Who hosts the conductor takes the channel along: nobody but its witness is left then.
+        self.over = self.over or self._subject.alone_after is None
+
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data or len(self._buffer) > p.LINE_LIMIT:
+            self._lose()
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            try:
+                message = p.decode(line)
+            except ControlChannelError:
+                self._lose()
+                return
+            if isinstance(message, p.Welcome) and not p.same_nonce(
+                message.nonce, self._subject.nonce
+            ):
+                self._lose()
+                return
+            if isinstance(message, p.TakeStacks):
+                self._take(message.id, message.attempt, message.launch)
+            elif isinstance(message, p.LookAtLinks):
+                self._say_links(message.id)
+                self._ports.read_again(message.id)
+
+    def _say_links(self, number: int) -> None:
+        """How the worker's connections are, and our own; 0: only which addresses this host has."""
+        own = None if self._socket is None else connection_of(self._socket)
+        found = connections_of(self._subject.pid) if number else ()
+        addresses = own_addresses() or (() if own is None else (own.local,))
+        links = summarize((*(found or ()), *(() if own is None else (own,))))
+        how = "refused" if found is None else "witness"
+        self._send(say_links(number, addresses, links, how=how))
+
+    def _take(self, number: int, attempt: int, launch: int) -> None:
+        taken = self._taker.take()
+        # Said before it is kept: a file system that does not answer may be what it is about.
+        self._send(
+            p.Stacks(
+                id=number,
+                how=taken.how,
+                state=taken.facts.state,
+                cpu_s=taken.facts.cpu_s,
+                file=str(self._file(attempt, launch).relative_to(self._subject.run.path)),
+                text=essence(taken.stacks),
+            )
+        )
+        self._write(taken.whole, attempt, launch)
+        self._ticked = self._clock()  # what that took is no pause
+
+    def _file(self, attempt: int, launch: int) -> Path:
+        return self._subject.run.stacks(attempt, launch) / f"rank-{self._subject.rank:05d}.txt"
+
+    def _write(self, text: str, attempt: int, launch: int) -> str:
+        """Keep the stacks with the attempt; where, relative to the run, or nothing."""
+        run, rank = self._subject.run, self._subject.rank
+        path = self._file(attempt, launch)
+        head = f"rank {rank} on {self._subject.host}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n"
+        try:
+            if not path.parent.is_dir():
+                for folder in (run.attempt(attempt), path.parent.parent, path.parent):
+                    make_private_directory(folder)
+            write_atomic(path, (head + text).encode(errors="replace"), durable=False)
+            if self._subject.recorder:
+                dump_into(self._subject.recorder, rank, path.with_name(f"nccl-{rank:05d}"))
+        except (OSError, ForgeError) as error:
+            sys.stderr.write(f"slurm_forge: stacks of rank {rank} can't be kept: {error}\n")
+            return ""
+        return str(path.relative_to(run.path))
+
+    # -- alone -------------------------------------------------------------------------------
+
+    def _judge_alone(self, now: float, state: str) -> None:
+        """End a worker whose conductor is as dead as itself, so that its starter can go on.
+
+        Not one that a debugger holds: a person is looking at it.
+        """
+        after, subject = self._subject.alone_after, self._subject
+        if after is None or state in ("t", "Z") or self._mute(now) < after:
+            return
+        moved = self._reader.moved()
+        # Libraries are loaded with the lock held, and may come from a slow file system.
+        if moved is not None and moved.kind in _COLD and self._mute(now) < 3 * after:
+            return
+        taken = self._taker.take()
+        file = self._write(taken.whole, subject.attempt, subject.launch)
+        text = (
+            f"no Python thread of it ran for {self._mute(now):.0f} s (state {taken.facts.state}): "
+            f"stopped, or C code holds the interpreter's lock; ended by its witness ({file})"
+        )
+        sys.stderr.write(f"slurm_forge: rank {subject.rank}: {text}\n")
+        self._leave_words("hang", text, taken.stacks, Cause.HANG)
+        with contextlib.suppress(OSError):
+            os.kill(subject.pid, signal.SIGKILL)
+        self.over = True
+
+    def tell_end(self) -> None:
+        """The worker has ended and had no time to say so: leave word how, and how far it was."""
+        if not self._subject.tells_end or self._has_told:
+            return
+        status, cause = exit_status(self._subject.pid), Cause.CRASH
+        text = "ended without a word" if status is None else f"ended with status {status}"
+        if status is not None and status < 0:
+            text = f"killed by {signal_name(-status)}"
+            memory = killed_since(self._kills, read_oom_kills())
+            if -status == signal.SIGKILL and memory:
+                text, cause = f"{text}: {memory}", Cause.HOST_OOM
+        self._leave_words("killed", text, "", cause)
+
+    def _leave_words(self, error: str, text: str, trace: str, cause: Cause) -> None:
+        self._has_told = True
+        subject, moved = self._subject, self._reader.moved()
+        with contextlib.suppress(OSError, ForgeError):
+            write_last_words(
+                subject.run,
+                subject.attempt,
+                subject.launch,
+                LastWords(
+                    rank=subject.rank,
+                    host=subject.host,
+                    time=time.time(),
+                    step=0 if moved is None else max(0, moved.position.step),
+                    phase="start" if moved is None else moved.phase,
+                    error=error,
+                    text=text,
+                    trace=trace,
+                    cause=cause.value,
+                    micro_batch=0,
+                ),
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``RUN`` and what ``witnessed.start`` says behind it."""
+    # Signals to the whole group are the worker's to answer; this ends when that one does.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    words = list(sys.argv[1:] if argv is None else argv)
+    run, pid, page, dump, pidfd, rank, world, host, attempt, launch, recorder, *words = words
+    alone, channel = words
+    hosts, port = parse_addresses(channel)
+    nonce = sys.stdin.readline().strip()  # what stands in an argument list, everybody can read
+    subject = Subject(
+        pid=int(pid),
+        page=int(page),
+        dump=_descriptor(dump),
+        pidfd=_descriptor(pidfd),
+        rank=int(rank),
+        world_size=int(world),
+        host=host,
+        nonce=nonce,
+        hosts=hosts,
+        port=port,
+        run=RunDirectory.at(run),
+        attempt=int(attempt),
+        launch=int(launch),
+        alone_after=float(alone) or None,
+        tells_end=bool(float(alone)) and Knobs.from_environ(os.environ).lifeline,
+        recorder=recorder,
+    )
+    witness = Witness(subject)
+    with selectors.DefaultSelector() as selector:
+        registered: tuple[int, ...] = ()
+        while not witness.over and os.getppid() == subject.pid:
+            if witness.descriptors() != registered:
+                for descriptor in registered:
+                    with contextlib.suppress(KeyError, ValueError, OSError):
+                        selector.unregister(descriptor)
+                registered = witness.descriptors()
+                for descriptor in registered:
+                    selector.register(descriptor, selectors.EVENT_READ)
+            for key, _ in selector.select(timeout=witness.tick()):
+                witness.ready(key.fd)
+    witness.tell_end()
+    if recorder:
+        forget(recorder)
+
+
+def _descriptor(text: str) -> int | None:
+    return int(text) if text != "-" else None
+
+
+if __name__ == "__main__":
+    main()

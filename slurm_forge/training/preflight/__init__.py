@@ -1,0 +1,1 @@
+"""Checks of nodes and links before a launch, in a process of their own."""

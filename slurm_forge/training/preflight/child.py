@@ -1,0 +1,293 @@
+"""The process that looks at a node for its rank: forked, spoken to by pipes, killed when it hangs.
+
+Whatever may block for ever (a GPU, a file system, a collective) happens in here, and nothing of it
+is left behind in the rank that trains: no context of a GPU, no thread, no descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+
+from slurm_forge.control.messages.preflight import (
+    Check,
+    Verdict,
+)
+from slurm_forge.descendants import die_with_parent
+from slurm_forge.signals import SAVE_SIGNALS, signal_name
+from slurm_forge.training.preflight.group_test import (
+    Trial,
+    connect_store,
+    host_store,
+    try_together,
+)
+from slurm_forge.training.preflight.node_checks import (
+    Wanted,
+    look,
+)
+
+__all__ = ["Looker", "TrialAsked"]
+
+_LIMIT = 1 << 20
+_POLL_S = 0.002
+_GONE_WITHIN_S = 2.0
+#: How much later than its own deadline the child may say what happened.
+_TO_SAY_SO_S = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialAsked:
+    """A collective to take part in, as number ``rank`` of ``size``.
+
+    ``hosts`` and ``port`` are where the first one of them waits; it says itself where that is.
+    """
+
+    nonce: str
+    rank: int
+    size: int
+    backend: str
+    within_s: float
+    hosts: tuple[str, ...] = ()
+    port: int = 0
+
+
+class Looker:
+    """The child, as the rank sees it.  Made anew by ``begin`` after one had to be killed.
+
+    ``may_use_gpu`` is False where this process has used a GPU: what is forked from it can't.
+    """
+
+    def __init__(self, wanted: Wanted, environ: Mapping[str, str], *, may_use_gpu: bool) -> None:
+        self._wanted = wanted
+        self._environ = environ
+        self._may_use_gpu = may_use_gpu
+        self._pid = 0
+        self._asks = self._answers = -1
+        self._buffer = b""
+        #: Whether it ended by itself, and how.
+        self._left = False
+        self._how = ""
+        #: In the child: groups that others may still be reading from.
+        self._kept: list[object] = []
+
+    def begin(self) -> None:
+        """Fork it."""
+        ask_reader, self._asks = os.pipe2(os.O_CLOEXEC)
+        self._answers, answer_writer = os.pipe2(os.O_CLOEXEC)
+        parent = os.getpid()
+        # Slurm signals every process of a step: what a stop means is the rank's to decide, and a
+        # child that died of it would be evidence against its node.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SAVE_SIGNALS})
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(self._asks)
+                os.close(self._answers)
+                _be_it(parent, ask_reader, answer_writer, self)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._pid, self._left, self._how = pid, False, ""
+        os.close(ask_reader)
+        os.close(answer_writer)
+        self._buffer = b""
+
+    def checks(self, within_s: float) -> tuple[Check, ...]:
+        """What it finds on the node; bad where it does not answer in time, and another one neither.
+
+        What is forked from a process with threads may, very rarely, wait for a lock that none of
+        its own threads will ever give back: that is no fault of the node.
+        """
+        begun = time.monotonic()
+        body, place = self._look(within_s)
+        if body is None:
+            self.begin()
+            body, place = self._look(within_s)
+        if body is None:
+            how = self._how or f"no answer within {within_s:.0f} s"
+            text = f"{how}, in {place or 'its start'}; twice"
+            seconds = round(time.monotonic() - begun, 4)
+            return (Check(name="answer", verdict=Verdict.BAD, text=text, seconds=seconds),)
+        return tuple(
+            Check(
+                name=each["name"],
+                verdict=Verdict(each["verdict"]),
+                text=each["text"],
+                seconds=each["seconds"],
+            )
+            for each in body["checks"]
+        )
+
+    def _look(self, within_s: float) -> tuple[dict[str, Any] | None, str]:
+        """Its answer, and the check that was begun last; it is killed where there is none."""
+        self._ask({"do": "look"})
+        until, place = time.monotonic() + within_s, ""
+        while (body := self._answer(until)) is not None and "begun" in body:
+            place = str(body["begun"])
+        if body is None:
+            self.end()
+        return body, place
+
+    def trial(self, asked: TrialAsked, published: Callable[[int], None]) -> Trial:
+        """Take part in a collective; ``published`` is given the port where this rank is the first.
+
+        Fails after ``within_s``; then the child is killed, and what it had on a GPU is freed.
+        """
+        if not self._pid:
+            self.begin()
+        self._ask({"do": "try", "asked": asdict(asked)})
+        begun = time.monotonic()
+        until = begun + asked.within_s + _TO_SAY_SO_S
+        body = self._answer(until)
+        if body is not None and "port" in body:
+            published(int(body["port"]))
+            body = self._answer(until)
+        if body is None:
+            self.end()
+            took = time.monotonic() - begun
+            return Trial(ok=False, seconds=took, text=self._how or f"no answer within {took:.0f} s")
+        return Trial(**body["trial"])
+
+    def end(self) -> None:
+        """Kill it and collect it; one that sits in the kernel is left to the agent."""
+        pid, self._pid = self._pid, 0
+        for descriptor in (self._asks, self._answers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._asks = self._answers = -1
+        if not pid:
+            return
+        with contextlib.suppress(ChildProcessError):
+            if self._left and (status := _collected(pid, _GONE_WITHIN_S)) is not None:
+                self._how = _how(status)
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            _collected(pid, _GONE_WITHIN_S)
+
+    def _ask(self, body: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it is gone: then it does not answer either
+            os.write(self._asks, json.dumps(body).encode() + b"\n")
+
+    def _answer(self, until: float) -> dict[str, Any] | None:
+        """The next line that it says; None where it does not in time, or is gone."""
+        while b"\n" not in self._buffer:
+            left = until - time.monotonic()
+            if left <= 0 or not _readable(self._answers, left):
+                return None
+            data = os.read(self._answers, 1 << 16)
+            if not data or len(self._buffer) > _LIMIT:
+                self._left = not data
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        body: dict[str, Any] = json.loads(line)
+        return body
+
+    # -- in the child ------------------------------------------------------------------------
+
+    def serve(self, asks: int, answers: int) -> None:
+        """Answer what is asked until nobody asks any more."""
+
+        def say(body: Mapping[str, Any]) -> None:
+            os.write(answers, json.dumps(body).encode() + b"\n")
+
+        with os.fdopen(asks, "rb") as reader:
+            for line in reader:
+                body = json.loads(line)
+                if body["do"] == "look":
+                    found = look(
+                        self._wanted,
+                        self._environ,
+                        may_use_gpu=self._may_use_gpu,
+                        begun=lambda name: say({"begun": name}),
+                    )
+                    say({"checks": [asdict(check) for check in found]})
+                else:
+                    asked = body["asked"]
+                    asked["hosts"] = tuple(asked["hosts"])
+                    say({"trial": asdict(self._try(TrialAsked(**asked), say))})
+
+    def _try(self, asked: TrialAsked, say: Callable[[Mapping[str, Any]], None]) -> Trial:
+        within = timedelta(seconds=asked.within_s)
+        device = torch.device("cpu")
+        if asked.backend == "nccl":
+            device = torch.device("cuda", self._wanted.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        try:
+            if asked.rank == 0:
+                store = host_store(asked.size, within)
+                say({"port": store.port})
+            else:
+                store = connect_store(asked.hosts, asked.port, asked.size, within)
+        except RuntimeError as error:
+            return Trial(ok=False, seconds=0.0, text=str(error).splitlines()[0][:300])
+        if self._wanted.broken == "silent":
+            while True:  # a node that takes part in nothing
+                time.sleep(60)
+        return try_together(
+            store,
+            nonce=asked.nonce,
+            rank=asked.rank,
+            size=asked.size,
+            backend=asked.backend,
+            device=device,
+            within=within,
+            keep=self._kept.append,
+            spoil=_spoil if self._wanted.broken == "sums" else lambda _: None,
+        )
+
+
+def _readable(descriptor: int, within_s: float) -> bool:
+    # Not select(2), which knows the first 1024 descriptors of a process only.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(math.ceil(within_s * 1000)))
+
+
+def _collected(pid: int, within_s: float) -> int | None:
+    """How a child ended (a wait status); None where it lives on for that long."""
+    until = time.monotonic() + within_s
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _how(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"the process that looks was killed ({signal_name(os.WTERMSIG(status))})"
+    return f"the process that looks ended with {os.WEXITSTATUS(status)}"
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def _be_it(parent: int, asks: int, answers: int, looker: Looker) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent(parent)
+        # What the rank's threads held when it was forked is held for ever in here: one thread, and
+        # nothing of theirs is used.
+        torch.set_num_threads(1)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)  # what a killed group has to say on its way is no output of the program
+        os.dup2(quiet, 2)
+        looker.serve(asks, answers)
+        code = 0
+    finally:
+        os._exit(code)

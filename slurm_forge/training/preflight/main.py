@@ -1,0 +1,238 @@
+"""A rank's part in the look at all nodes before a launch: say what is found, try what is asked.
+
+It says so over the control channel and goes on once the hub says that it may; what the hub makes of
+it is ``launch.preflight``.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from slurm_forge.control import Member
+from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.messages.preflight import (
+    Check,
+    Groups,
+    NodeReport,
+    PreflightReport,
+    PreflightTried,
+    Thoroughness,
+    Verdict,
+    round_key,
+    store_key,
+)
+from slurm_forge.control.messages.protocol import (
+    Publish,
+)
+from slurm_forge.errors import ControlChannelError
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.faults import FaultKind
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.training.core.rank_info import (
+    RankPlace,
+)
+from slurm_forge.training.faults.injector import (
+    FOLDER,
+    Struck,
+)
+from slurm_forge.training.preflight.child import (
+    Looker,
+    TrialAsked,
+)
+from slurm_forge.training.preflight.group_test import (
+    Trial,
+)
+from slurm_forge.training.preflight.node_checks import (
+    Wanted,
+)
+
+__all__ = ["Preflight", "wanted_of_run"]
+
+#: Longer than the hub waits for ranks that never join: it can name them, and we can't.
+_MEET_WITHIN = timedelta(minutes=20)
+#: A collective is given this long at least, however late the first of its ranks was.
+_LEAST_S = 0.5
+_TIMES_WITHIN = 6
+#: More do not fit on a line of the channel; then it is about everybody anyway.
+_MOST_NAMED = 4096
+
+
+class Preflight:
+    """One rank's part.  ``run`` returns when training may begin; the hub ends the launch else.
+
+    ``own_address`` is this node's on the network that the site prefers.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        place: RankPlace,
+        wanted: Wanted,
+        *,
+        nonce: str,
+        environ: Mapping[str, str],
+        within: timedelta,
+        meet_within: timedelta = _MEET_WITHIN,
+        own_address: str | None = None,
+    ) -> None:
+        self._member = member
+        self._place = place
+        self._wanted = wanted
+        self._nonce = nonce
+        self._within_s = within.total_seconds()
+        # The hub waits for those who don't come for several times as long, and names them.
+        self._meet_s = meet_within.total_seconds() + _TIMES_WITHIN * self._within_s
+        self._own_address = own_address
+        self._may_use_gpu = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._looker = Looker(wanted, environ, may_use_gpu=self._may_use_gpu)
+
+    def run(self) -> None:
+        """Look, say so, and take part in what the hub asks for, until it has no more to ask."""
+        if self._wanted.thoroughness is Thoroughness.OFF:
+            return
+        begun = time.monotonic()
+        try:
+            self._looker.begin()
+            checks = self._looker.checks(self._within_s)
+        except OSError as error:  # no process, no pipe: that is no verdict on the node
+            text = f"can't be looked at: {error}"
+            checks = (Check(name="preflight", verdict=Verdict.SKIPPED, text=text),)
+        try:
+            self._say(checks, time.monotonic() - begun)
+            number = 1
+            while (groups := self._asked(number)).groups:
+                self._take_part(number, groups)
+                number += 1
+        finally:
+            self._looker.end()
+
+    def _say(self, checks: tuple[Check, ...], seconds: float) -> None:
+        place = self._place
+        report = NodeReport(
+            rank=place.rank,
+            host=place.host,
+            local_rank=place.local_rank,
+            device="cuda" if self._can_compute_on_gpu(checks) else "cpu",
+            python=platform.python_version(),
+            torch=torch.__version__,
+            full=self._wanted.thoroughness is Thoroughness.FULL,
+            seconds=round(seconds, 4),
+            checks=checks,
+        )
+        report = replace(report, sent=time.time())
+        self._member.send(PreflightReport(body=report.to_text()))
+
+    def _can_compute_on_gpu(self, checks: tuple[Check, ...]) -> bool:
+        """Whether the child can: this process must not ask, it would begin to use the GPU."""
+        return any(check.name == "gpu memory" for check in checks)
+
+    def _asked(self, number: int) -> Groups:
+        return Groups.from_text(self._member.published(round_key(number), self._meet_s))
+
+    def _take_part(self, number: int, groups: Groups) -> None:
+        rank = self._place.rank
+        mine = next((i for i, group in enumerate(groups.groups) if rank in group), None)
+        if mine is None:
+            return
+        group, key = groups.groups[mine], store_key(number, mine)
+        asked = TrialAsked(
+            nonce=f"{self._nonce}/{key}",
+            rank=group.index(rank),
+            size=len(group),
+            backend=groups.backend,
+            within_s=groups.within_s,
+        )
+        begun = time.monotonic()
+        try:
+            if asked.rank:
+                hosts, port = parse_addresses(self._member.published(key, groups.within_s))
+                asked = replace(asked, hosts=hosts, port=port)
+                # One deadline for both: who is late here misses the beginning of the next round.
+                left = groups.within_s - (time.monotonic() - begun)
+                asked = replace(asked, within_s=max(_LEAST_S, left))
+            trial = self._looker.trial(asked, lambda port: self._publish(key, port, group[1:]))
+        except (ControlChannelError, OSError, ValueError) as error:
+            took = time.monotonic() - begun
+            trial = Trial(ok=False, seconds=took, text=str(error).splitlines()[0][:300])
+        self._member.send(
+            PreflightTried(
+                round=number,
+                ok=trial.ok,
+                seconds=round(trial.seconds, 4),
+                bytes_per_s=round(trial.bytes_per_s, 1),
+                text=trial.text,
+            )
+        )
+
+    def _publish(self, key: str, port: int, others: Sequence[int]) -> None:
+        # To nobody else: of a thousand nodes, five hundred pairs publish at once.
+        hosts = candidates(self._own_address)
+        value = format_addresses(hosts, port)
+        to = () if len(others) > _MOST_NAMED else tuple(others)
+        self._member.send(Publish(key=key, value=value, to=to))
+
+
+def wanted_of_run(
+    directory: RunDirectory,
+    file: RunFile,
+    place: RankPlace,
+    *,
+    attempt: int,
+    launch: int,
+    thoroughness: Thoroughness,
+    on_hang: bool,
+) -> Wanted:
+    """What the node of a rank of this run is to be looked at for."""
+    asked = file.job.resources
+    gpus = None
+    if asked.gpus_per_task is not None:
+        gpus = asked.gpus_per_task.count
+    elif asked.gpus_per_node is not None:
+        gpus = min(1, asked.gpus_per_node.count)  # of those of the node a rank may see its own
+    return Wanted(
+        thoroughness=thoroughness,
+        gpus=gpus,
+        local_rank=place.local_rank,
+        memory=asked.mem or None,
+        folder=_folder(directory, attempt) if place.local_rank == 0 else None,
+        sets=file.sets,
+        on_hang=on_hang,
+        broken=_broken(directory, file, place, attempt, launch)
+        if thoroughness is Thoroughness.FULL
+        else "",
+    )
+
+
+def _folder(directory: RunDirectory, attempt: int) -> Path:
+    return directory.attempt(attempt)
+
+
+_BROKEN = {
+    FaultKind.BAD_NODE: "computes",
+    FaultKind.BAD_LINK: "silent",
+    FaultKind.BAD_SUM: "sums",
+}
+
+
+def _broken(
+    directory: RunDirectory, file: RunFile, place: RankPlace, attempt: int, launch: int
+) -> str:
+    """What is wrong with this node on purpose, to rehearse a launch."""
+    for fault in file.job.inject:
+        mine = fault.rank in (None, place.rank) and fault.host in (None, place.host)
+        if fault.kind not in _BROKEN or not mine or fault.attempt not in (None, attempt):
+            continue
+        struck = Struck(directory.path / FOLDER, launch=f"{attempt}.{launch}", rank=place.rank)
+        try:
+            if fault.deterministic or struck.may(fault, 0):
+                return _BROKEN[fault.kind]
+        except OSError:
+            continue  # that it struck can't be written down: it would strike for ever
+    return ""

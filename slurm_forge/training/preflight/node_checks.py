@@ -1,0 +1,340 @@
+"""What is looked at on a node before it trains: each check says what it saw, and raises nothing.
+
+Run in a process that can be killed (``preflight_child``): a broken GPU or file system may hold on
+to whoever asks it anything.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from slurm_forge.control.messages.preflight import (
+    Check,
+    Thoroughness,
+    Verdict,
+)
+from slurm_forge.errors import ForgeError
+from slurm_forge.files import make_private_directory
+from slurm_forge.lock import exclusive
+from slurm_forge.site.model import EnvironmentSets
+from slurm_forge.site.variables import DifferenceKind, differences
+from slurm_forge.training.preflight.gpu_facts import (
+    GpuFacts,
+    parse_gpus,
+    parse_processes,
+    read_gpus,
+)
+from slurm_forge.units import format_memory
+
+__all__ = ["Wanted", "look", "meminfo"]
+
+#: Sides of the matrices whose product is known: all digits fit into every type that multiplies.
+_SIDE_GPU, _SIDE_CPU = 2048, 128
+_TIMES_GPU = 4
+#: Of a GPU's memory that must be free when nobody trains on it yet; the contexts of the other
+#: ranks of the node that share it are small.
+_FREE_LEAST, _FREE_USUAL = 0.5, 0.9
+_MIB = 1 << 20
+_ROOM_LEAST = 64 * _MIB
+_ROOM_USUAL = 1 << 30
+_SLOW_STORAGE_S = 5.0
+_TOOL_S = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a node is to be looked at for.
+
+    ``gpus`` is how many this process was promised (0: none, None: nobody says).  ``memory`` is
+    what the job asks of the node, in bytes.  ``folder`` is on the storage that is tried, None for
+    ranks that leave it to another one of their node.  ``sets`` are the site's variables,
+    those for after a hang too where ``on_hang``.  ``broken`` is what is wrong on purpose, for
+    rehearsals.  ``busy``: somebody trains there, and is not to be disturbed.
+    """
+
+    thoroughness: Thoroughness
+    gpus: int | None = None
+    every_gpu: bool = False
+    local_rank: int = 0
+    memory: int | None = None
+    folder: Path | None = None
+    sets: EnvironmentSets = field(default_factory=EnvironmentSets)
+    on_hang: bool = False
+    broken: str = ""
+    busy: bool = False
+
+
+def look(
+    wanted: Wanted,
+    environ: Mapping[str, str],
+    *,
+    may_use_gpu: bool,
+    begun: Callable[[str], None] = lambda _: None,
+) -> tuple[Check, ...]:
+    """All checks; ``begun`` is told the name of each before it begins, for the one that hangs.
+
+    ``may_use_gpu`` is False where this process was forked too late for that.
+    """
+    full = wanted.thoroughness is Thoroughness.FULL
+    # The driver's state is not inherited: who has only asked how many GPUs there are has begun it.
+    may_use_gpu = may_use_gpu and not torch.cuda._is_in_bad_fork()
+    asked: list[tuple[str, Callable[[], Check]]] = []
+    if wanted.busy:
+        asked.append(("gpu health", _gpu_health))
+    elif may_use_gpu:
+        asked.append(("gpu", lambda: _gpus_visible(wanted)))
+        if torch.cuda.is_available():
+            asked.append(("gpu memory", lambda: _gpu_memory(wanted)))
+            if full:
+                asked.append(("gpu computes", lambda: _gpus_compute(wanted)))
+                asked.append(("gpu health", _gpu_health))
+    elif full:
+        skipped = Check(name="gpu", verdict=Verdict.SKIPPED, text="this process uses it already")
+        asked.append(("gpu", lambda: skipped))
+    if full:
+        asked.append(("cpu computes", lambda: _cpu_computes(wanted)))
+        asked.append(("name", _name_resolves))
+    asked.append(("memory", lambda: _memory(wanted)))
+    folder = wanted.folder
+    if folder is not None:
+        asked.append(("storage", lambda: _storage(folder)))
+        if full:
+            asked.append(("lock", lambda: _lock(folder)))
+    asked.append(("environment", lambda: _environment(wanted, environ)))
+    return tuple(_timed(name, check, begun) for name, check in asked)
+
+
+def _timed(name: str, check: Callable[[], Check], tell: Callable[[str], None]) -> Check:
+    tell(name)
+    begun = time.monotonic()
+    try:
+        found = check()
+    except Exception as error:
+        found = Check(name=name, verdict=Verdict.BAD, text=f"{type(error).__name__}: {error}"[:300])
+    return replace(found, name=name, seconds=round(time.monotonic() - begun, 4))
+
+
+def _fine(text: str = "") -> Check:
+    return Check(name="", verdict=Verdict.FINE, text=text)
+
+
+def _odd(text: str) -> Check:
+    return Check(name="", verdict=Verdict.ODD, text=text)
+
+
+def _bad(text: str) -> Check:
+    return Check(name="", verdict=Verdict.BAD, text=text)
+
+
+# -- GPUs ---------------------------------------------------------------------------------------
+
+
+def _gpus_visible(wanted: Wanted) -> Check:
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.gpus and there < wanted.gpus:
+        return _bad(f"{there} visible, {wanted.gpus} asked for")
+    return _fine(f"{there} visible")
+
+
+def _devices(wanted: Wanted) -> Iterable[int]:
+    count = torch.cuda.device_count()
+    return range(count) if wanted.every_gpu else (wanted.local_rank % count,)
+
+
+def _gpu_memory(wanted: Wanted) -> Check:
+    """Before anything of ours is on it but a context."""
+    told, worst = [], Verdict.FINE
+    for index in _devices(wanted):
+        free, total = torch.cuda.mem_get_info(index)
+        if free < _FREE_USUAL * total:
+            told.append(f"gpu {index}: {free // _MIB} of {total // _MIB} MiB free{_who()}")
+            short = free < _FREE_LEAST * total
+            worst = Verdict.BAD if short or worst is Verdict.BAD else Verdict.ODD
+    return Check(name="", verdict=worst, text="; ".join(told))
+
+
+def _who() -> str:
+    text = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory")
+    others = [each for each in parse_processes(text) if each.pid != os.getpid()]
+    named = ", ".join(f"{each.name} ({each.pid}, {each.mib} MiB)" for each in others[:4])
+    return f": {named}" if named else ""
+
+
+def _gpus_compute(wanted: Wanted) -> Check:
+    for index in _devices(wanted):
+        device = torch.device("cuda", index)
+        for dtype in (torch.float32, torch.bfloat16):
+            wrong = _wrong_products(device, dtype, _SIDE_GPU, _TIMES_GPU)
+            if wrong or wanted.broken == "computes":
+                return _bad(f"gpu {index}: {_sums(wrong)} of a product in {dtype}")
+    return _fine()
+
+
+def _gpu_health() -> Check:
+    text = _nvidia_smi(GpuFacts.QUERY)
+    if not text:
+        return Check(name="", verdict=Verdict.SKIPPED, text="nvidia-smi says nothing")
+    gpus = parse_gpus(text)
+    pending = [each.index for each in gpus if each.pending]
+    if pending:
+        return _bad(f"gpu {_list(pending)}: rows of memory are to be remapped at a reset")
+    errors = [each.index for each in gpus if each.uncorrected]
+    if errors:
+        return _odd(f"gpu {_list(errors)}: uncorrected memory errors since the driver was loaded")
+    return _fine()
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _nvidia_smi(query: str) -> str:
+    return read_gpus(query, within_s=_TOOL_S)
+
+
+# -- the processor, the memory -------------------------------------------------------------------
+
+
+def _sums(wrong: int) -> str:
+    return f"{wrong} wrong sums" if wrong > 1 else "a wrong sum"
+
+
+def _cpu_computes(wanted: Wanted) -> Check:
+    wrong = _wrong_products(torch.device("cpu"), torch.float32, _SIDE_CPU, 1)
+    if wrong or wanted.broken == "computes":
+        return _bad(f"{_sums(wrong)} of a product")
+    return _fine()
+
+
+def _wrong_products(device: torch.device, dtype: torch.dtype, side: int, times: int) -> int:
+    """How many sums of rows and columns of a matrix product are not what integers say.
+
+    Elements are -3 to 3: every partial sum is a whole number that float32 holds, so that the
+    product is exact in whatever order it is summed, and one wrong element is seen.
+    """
+    at = torch.arange(side, dtype=torch.int64)
+    a = (3 * at[:, None] + 5 * at[None, :]) % 7 - 3
+    b = (2 * at[:, None] + 3 * at[None, :]) % 5 - 2
+    rows, columns = a @ b.sum(dim=1), a.sum(dim=0) @ b
+    on_device = a.to(device, dtype), b.to(device, dtype)
+    wrong = 0
+    for _ in range(times):
+        product = torch.matmul(on_device[0].float(), on_device[1].float())
+        if dtype is not torch.float32:
+            # Its own units; what it gives is rounded, so that only the size of it is looked at.
+            rounded = torch.matmul(*on_device).float()
+            wrong += int(((rounded - product).abs() > 0.02 * product.abs() + 1).sum())
+        exact = product.double().cpu()
+        wrong += int((exact.sum(dim=1) != rows).sum()) + int((exact.sum(dim=0) != columns).sum())
+    return wrong
+
+
+def meminfo(text: str) -> int | None:
+    """Bytes that /proc/meminfo calls available; None where it does not say."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == "MemAvailable:" and words[1].isdecimal():
+            return int(words[1]) * 1024
+    return None
+
+
+def _memory(wanted: Wanted) -> Check:
+    free = meminfo(Path("/proc/meminfo").read_text())
+    if free is None or not wanted.memory:
+        return _fine()
+    if free < wanted.memory:
+        return _odd(f"{free // _MIB} MiB free of {wanted.memory // _MIB} asked for")
+    return _fine()
+
+
+# -- storage, names, variables -------------------------------------------------------------------
+
+
+def _storage(folder: Path) -> Check:
+    """Write, fsync, rename and remove a file; and what room there is."""
+    make_private_directory(folder)
+    name = _own_name("preflight")
+    part, whole = folder / f"{name}.part", folder / name
+    begun = time.monotonic()
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, b"\0" * 4096)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        part.rename(whole)
+        if whole.stat().st_size != 4096:
+            return _bad("a file that was written is not as long as it was")
+        took = time.monotonic() - begun
+    finally:
+        part.unlink(missing_ok=True)
+        whole.unlink(missing_ok=True)
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free < _ROOM_LEAST or (room.f_files and not room.f_favail):
+        return _bad(_room_text(free, room.f_favail if room.f_files else None))
+    if free < _ROOM_USUAL:
+        return _odd(_room_text(free, None))
+    if took > _SLOW_STORAGE_S:
+        return _odd(f"a small file took {took:.1f} s to be written")
+    return _fine(f"{took * 1000:.0f} ms")
+
+
+def _room_text(size: int, files: int | None) -> str:
+    """``980K and 12 files free``; file systems without a fixed number of files leave that out."""
+    text = format_memory(size)
+    return f"{text} free" if files is None else f"{text} and {files} files free"
+
+
+def _lock(folder: Path) -> Check:
+    """Exclusive creation, on which claims rest, and the lock between processes of a host."""
+    name = folder / _own_name("preflight-lock")
+    try:
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            pass
+        else:
+            return _bad("a file could be created twice: exclusive creation does not work")
+    finally:
+        name.unlink(missing_ok=True)
+    lock = folder / f"{name.name}.lock"
+    try:
+        with exclusive(lock, timedelta(seconds=1)) as held:
+            return _fine("" if held else "no locks here, which is all right")
+    except ForgeError as error:
+        return _odd(f"files can't be locked: {error.message}")
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _own_name(what: str) -> str:
+    """Nobody else's: in containers nodes may have one name, and processes the same numbers."""
+    return f".{what}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _name_resolves() -> Check:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        return _odd(f"{name} has no address here ({error})")
+    return _fine()
+
+
+def _environment(wanted: Wanted, environ: Mapping[str, str]) -> Check:
+    """What got lost on the way here, and what must not be; a person's own value is theirs."""
+    found = differences(wanted.sets, environ, on_hang=wanted.on_hang)
+    told = [str(each) for each in found if each.kind is not DifferenceKind.OTHER]
+    return _odd("; ".join(told[:6])) if told else _fine()

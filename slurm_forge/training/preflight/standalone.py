@@ -1,0 +1,114 @@
+"""A node's part in ``slurm-forge probe``: the process ``preflight_node FOLDER``.
+
+As the rank of a run it looks at its node and takes part in collectives, and then it is through.
+``--busy``: somebody trains there.  ``--place I/N`` says who it is, where no Slurm does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from slurm_forge.control import Member
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.messages.preflight import (
+    Thoroughness,
+)
+from slurm_forge.errors import ForgeError
+from slurm_forge.knobs import Knobs
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.training.core.rank_info import (
+    RankPlace,
+    place_from_environ,
+)
+from slurm_forge.training.preflight.main import (
+    Preflight,
+)
+from slurm_forge.training.preflight.node_checks import (
+    Wanted,
+)
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look at this node; 0 once the hub has heard everything, 1 where it can't be reached."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--within", type=float, default=60.0)
+    parser.add_argument("--gpus", type=int, default=None)
+    parser.add_argument("--place", default=None)
+    parser.add_argument("--broken", default="")
+    given = parser.parse_args(argv)
+    environ = process_environ()
+    knobs = Knobs.from_environ(environ)
+    place = place_from_environ(environ)
+    if given.place is not None:
+        rank, _, world = given.place.partition("/")
+        place = replace(
+            place,
+            rank=int(rank),
+            local_rank=int(rank),
+            world_size=int(world),
+            node=f"{socket.gethostname()}/{rank}",
+        )
+    try:
+        member = _join(place, knobs)
+    except (ForgeError, ValueError) as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 1
+    wanted = Wanted(
+        thoroughness=Thoroughness.FULL,
+        gpus=given.gpus,
+        every_gpu=given.place is None,
+        local_rank=place.local_rank,
+        folder=given.folder,
+        busy=given.busy,
+        broken=_on(place, given.broken),
+    )
+    try:
+        Preflight(
+            member,
+            place,
+            wanted,
+            nonce=knobs.nonce,
+            environ=environ,
+            within=timedelta(seconds=given.within),
+        ).run()
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 1
+    finally:
+        member.close()
+    return 0
+
+
+def _on(place: RankPlace, broken: str) -> str:
+    """``n2=computes``: what is wrong on purpose, where this is that node."""
+    host, _, how = broken.partition("=")
+    return how if host == place.host else ""
+
+
+def _join(place: RankPlace, knobs: Knobs) -> Member:
+    hosts, port = parse_addresses(knobs.channel or "")
+    return Member(
+        rank=place.rank,
+        world_size=place.world_size,
+        nonce=knobs.nonce,
+        hosts=hosts,
+        port=port,
+        host=place.host,
+        pid=os.getpid(),
+        on_abort=lambda _: os._exit(0),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

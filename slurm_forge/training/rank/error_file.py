@@ -1,0 +1,82 @@
+"""Last words of a rank: made from its exception, and left in a file where no channel is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.errors import ForgeError
+from slurm_forge.knobs import Knobs
+from slurm_forge.run_directory import RunDirectory, list_claims
+from slurm_forge.run_directory.last_words import LastWords, write_last_words
+from slurm_forge.training.core.error_report import (
+    cause_of,
+    in_one_line,
+    where,
+)
+
+__all__ = ["last_words_of", "leave_behind"]
+
+_LONGEST_TEXT = 2000
+#: How long a failing rank waits for the storage, which may be what has failed.
+_PATIENCE_S = 2.0
+
+
+def last_words_of(error: BaseException, *, step: int, phase: str, micro_batch: int) -> p.Failed:
+    """What a rank says of the exception that ends it."""
+    text = f"{type(error).__name__}: {in_one_line(error)}{where(error)}"
+    return p.Failed(
+        step=step,
+        phase=phase,
+        error=f"{type(error).__module__}.{type(error).__qualname__}",
+        text=text[:_LONGEST_TEXT],
+        trace="".join(traceback.format_exception(error)),
+        cause=cause_of(error).value,
+        micro_batch=micro_batch,
+    )
+
+
+def leave_behind(
+    run: RunDirectory, words: p.Failed, *, rank: int, host: str, attempt: int = 0, launch: int = 0
+) -> None:
+    """Write them into the run directory; gives up after two seconds and raises nothing.
+
+    Where attempt and launch are not known yet, the environment tells them, else the newest claim.
+    """
+    given = (run, words, (rank, host), attempt, launch)
+    writing = threading.Thread(target=_write, args=given, name="forge-words", daemon=True)
+    writing.start()
+    writing.join(_PATIENCE_S)
+
+
+def _write(
+    run: RunDirectory, words: p.Failed, who: tuple[int, str], attempt: int, launch: int
+) -> None:
+    rank, host = who
+    with contextlib.suppress(OSError, ForgeError, ValueError):
+        if not attempt:
+            knobs = Knobs.from_environ(os.environ)
+            attempt, launch = knobs.attempt, knobs.launch
+        if not attempt:
+            attempt = max(list_claims(run), default=0)
+        if not attempt:
+            return
+        left = LastWords(
+            rank=rank,
+            host=host,
+            time=time.time(),
+            step=words.step,
+            phase=words.phase,
+            error=words.error,
+            text=words.text,
+            trace=words.trace,
+            cause=words.cause,
+            micro_batch=words.micro_batch,
+        )
+        write_last_words(run, attempt, max(launch, 1), left)

@@ -1,0 +1,290 @@
+"""Out of the user's function without leaving the process: for a relaunch in the same one.
+
+The launch is over, and the main thread may be anywhere: in a collective that never ends, in a
+sleep, in somebody's C code.  A signal of our own has an exception raised in it, beneath what
+programs catch; collectives are aborted beside it.  Only where a job's policy trusts the process:
+what the program has done to it (module globals, caches) goes on into the next launch.
+
+Where a worker waits that has unwound, until its agent has another launch for it.
+
+What a worker's process keeps while it may be the rank of several launches, and its channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from signal import Signals
+from types import FrameType
+from typing import Any
+
+from slurm_forge.control import HUB_GONE, Member
+from slurm_forge.control.messages import (
+    agent as a,
+)
+from slurm_forge.control.messages import (
+    protocol as p,
+)
+from slurm_forge.descendants import kill_helpers
+from slurm_forge.errors import ControlChannelError
+from slurm_forge.signals import UNWIND_SIGNAL, SignalWatcher
+
+#: A main thread that is not out by then sits in C code, or catches everything: it is replaced.
+_OUT_WITHIN_S = 3.0
+#: Raised again until it is heard: destructors and callbacks swallow what is raised in them.
+_AGAIN_S = 0.2
+#: For threads of ours that were saving: what they write must not be published beside a new launch.
+_SAVED_WITHIN_S = 1.0
+_SAVING = "forge-save"
+
+
+class LaunchOver(BaseException):
+    """The launch is over; not an error, and nothing for a program to catch."""
+
+
+class Unwinding:
+    """Gets one rank out of one launch.  Made in the main thread.
+
+    ``leave`` ends the process, for when that fails; it never returns.
+    """
+
+    def __init__(self, leave: Callable[[str], None]) -> None:
+        self._leave = leave
+        self._main = threading.main_thread().ident or 0
+        self._caught = False
+        self._begun = threading.Event()
+        self._out = threading.Event()
+        self._aborting: threading.Thread | None = None
+        signal.signal(UNWIND_SIGNAL, self._raise)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the launch is over: whatever is raised from now on is only a consequence."""
+        return self._begun.is_set()
+
+    def __call__(self, reason: str) -> None:
+        """The launch is over, says the channel (on its thread).  Back when the main thread is out.
+
+        Where it does not get out within 3 s the process ends; at once where nobody is left to
+        start another launch.
+        """
+        if reason == HUB_GONE:
+            self._leave(reason)
+        self._begun.set()
+        until = time.monotonic() + _OUT_WITHIN_S
+        # First raise, then abort: on an aborted group of gloo's the next collective waits for ever.
+        signal.pthread_kill(self._main, UNWIND_SIGNAL)
+        self._abort_groups()
+        while not self._caught and time.monotonic() < until:
+            signal.pthread_kill(self._main, UNWIND_SIGNAL)
+            self._out.wait(_AGAIN_S)
+        if not self._out.wait(max(0.0, until - time.monotonic())):
+            where = sys._current_frames().get(self._main)
+            stack = "".join(traceback.format_stack(where)[-3:]) if where else ""
+            sys.stderr.write(f"slurm_forge: the main thread does not unwind:\n{stack}")
+            self._leave(f"{reason} (it could not unwind)")
+
+    def run(self, program: Callable[[], Any]) -> Any:
+        """Call it in the main thread; ``LaunchOver`` instead of whatever came of the end."""
+        try:
+            try:
+                return program()
+            except LaunchOver:
+                self._heard()
+                raise
+            except BaseException as error:
+                if self.begun:
+                    self._heard()
+                    raise LaunchOver from error
+                raise
+        except LaunchOver:
+            self._heard()
+            raise
+
+    def last_words(self) -> None:
+        """Main thread: it is on its way out by itself, and not to be interrupted."""
+        self._heard()
+
+    def clear(self) -> str:
+        """Main thread, out of everything: give up what is left of the launch; why that failed."""
+        self._begun.set()
+        self._heard()
+        self._abort_groups()
+        if self._aborting is not None:
+            self._aborting.join(_OUT_WITHIN_S)
+            if self._aborting.is_alive():
+                return "a process group can't be aborted"
+        sys.last_traceback = sys.last_value = None
+        gc.collect()
+        kill_helpers()
+        until = time.monotonic() + _SAVED_WITHIN_S
+        while any(thread.name == _SAVING for thread in threading.enumerate()):
+            if time.monotonic() > until:
+                return "a save is still being written"
+            time.sleep(0.005)
+        return _clear_gpu()
+
+    def over(self) -> None:
+        """The main thread is out and done: the channel's thread may go."""
+        self._out.set()
+
+    def _raise(self, signum: int, frame: FrameType | None) -> None:
+        if not self._caught:
+            raise LaunchOver
+
+    def _heard(self) -> None:
+        while not self._caught:
+            try:
+                self._caught = True
+            except LaunchOver:
+                continue
+
+    def _abort_groups(self) -> None:
+        """On a thread of its own: NCCL may take its time, and whoever waits for it has a limit."""
+        if self._aborting is None and "torch.distributed" in sys.modules:
+            self._aborting = threading.Thread(target=_abort, name="forge-abort", daemon=True)
+            self._aborting.start()
+
+
+def can_unwind() -> bool:
+    """Whether this torch can abort all process groups at once (2.6 and later)."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return hasattr(module, "_abort_process_group")
+
+
+def _abort() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def _clear_gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    try:
+        torch.cuda.synchronize()  # a context that an error has spoilt says so here
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return f"the GPU can't be used any more: {error}"
+    return ""
+
+#: What a worker says to its agent once it has unwound; the agent answers with a ``Begin``.
+PARKED = b"parked\n"
+
+
+class ParkingPlace:
+    """The worker's end of a pair of sockets with its agent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def wait(self) -> a.Begin | None:
+        """Say that nothing of the launch is left, and wait; None where there is nothing to come."""
+        buffer = b""
+        try:
+            self._connection.sendall(PARKED)
+            while not buffer.endswith(b"\n"):
+                data = self._connection.recv(1 << 16)
+                if not data:
+                    return None
+                buffer += data
+            order = a.decode_agents(buffer)
+        except (OSError, ControlChannelError):
+            return None
+        return order if isinstance(order, a.Begin) else None
+
+
+class ParkedWorker:
+    """The agent's end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setblocking(False)
+        #: Whether the worker waits for an order.
+        self.waits = False
+
+    def fileno(self) -> int:
+        """For a selector; -1 once closed."""
+        return self._connection.fileno()
+
+    def heard(self) -> bool:
+        """Read; False when the worker's end is closed."""
+        try:
+            data = self._connection.recv(64)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.waits = self.waits or PARKED in data
+        return bool(data)
+
+    def go_on(self, order: p.Message) -> bool:
+        """Hand it the next launch; whether that could be done."""
+        self.waits = False
+        with contextlib.suppress(OSError):
+            self._connection.sendall(p.encode(order))
+            return True
+        return False
+
+    def close(self) -> None:
+        """The worker is gone, or this is the child."""
+        self._connection.close()
+
+class Channel(Member):
+    """Knows whether something could not be said any more."""
+
+    mute = False
+
+    def _send(self, message: p.Message) -> None:
+        try:
+            super()._send(message)
+        except OSError:
+            self.mute = True
+            raise
+
+
+class Notices:
+    """Signals seen while there is no channel are said as soon as there is one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._early: list[Signals] = []
+        self._member: Member | None = None
+
+    def seen(self, signal: Signals) -> None:
+        """The process got a signal; on the watcher's thread."""
+        with self._lock:
+            if self._member is None:
+                self._early.append(signal)
+            else:
+                self._member.send(p.Notice(what=signal.name))
+
+    def say_through(self, member: Member | None) -> None:
+        """Say what was seen, and what will be, over that channel; keep it where there is none."""
+        with self._lock:
+            self._member = member
+            if member is None:
+                return
+            early, self._early = self._early, []
+        for each in early:
+            self.seen(each)
+
+
+class Kept:
+    """What a process has once, however many launches it is a rank of.  Main thread."""
+
+    def __init__(self) -> None:
+        self.notices = Notices()
+        self.watcher = SignalWatcher(self.notices.seen)
+        #: The program, once it is imported: what it keeps in its modules is kept.
+        self.entry: Callable[..., Any] | None = None

@@ -1,0 +1,285 @@
+"""One rank: meet the others, run the user's function, say the last words.
+
+Reached by name only (the process ``worker RUN``), and through
+``slurm_forge.launch.submitit.job`` inside a submitit task.  Imports no torch before the signal
+handlers are in place: a notice that comes during the imports is a notice, not the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.descendants import die_with_parent
+from slurm_forge.errors import ForgeError
+from slurm_forge.knobs import Knobs
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.spec.recovery import trusts_process
+from slurm_forge.spec.run_file import read_run_file
+from slurm_forge.training.core.rank_info import (
+    RankPlace,
+    place_from_environ,
+    place_of_script,
+)
+from slurm_forge.training.core.rank_variables import (
+    take_on,
+)
+from slurm_forge.training.monitor.client import (
+    Witnessed,
+    begin_to_be_witnessed,
+)
+from slurm_forge.training.rank.error_file import (
+    last_words_of,
+    leave_behind,
+)
+from slurm_forge.training.rank.exit import (
+    Leaving,
+    show_crashes,
+)
+from slurm_forge.training.rank.in_process_relaunch import (
+    Channel,
+    Kept,
+    Notices,
+    ParkingPlace,
+    Unwinding,
+    can_unwind,
+)
+from slurm_forge.training.rank.rank import (
+    Outcome,
+    Rank,
+    Result,
+)
+
+__all__ = [
+    "Outcome",
+    "RankPlace",
+    "Result",
+    "main",
+    "open_rank",
+    "place_from_environ",
+    "place_of_script",
+    "run_rank",
+]
+
+
+def run_rank(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None = None,
+    survives_abort: bool = False,
+    kept: Kept | None = None,
+    attempt: int | None = None,
+) -> Result:
+    """Train as one rank.  Returns for every outcome, last words included; the caller exits.
+
+    ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``;
+    ``kept`` for a process that may be the rank of several launches.
+    """
+    opened = _open(
+        directory,
+        place,
+        channel=channel,
+        nonce=nonce,
+        launch_started=launch_started,
+        survives_abort=survives_abort,
+        kept=kept,
+        attempt=attempt,
+    )
+    rank, unwinding, leaving = opened.rank, opened.unwinding, opened.leaving
+    notices, witnessed = opened.notices, opened.witnessed
+    del opened
+    try:
+        result = rank.train()
+    finally:
+        if witnessed is not None:
+            witnessed.end()
+    if unwinding is None or not rank.may_go_on(result):
+        return result
+    notices.say_through(None)
+    # With them goes what is left of the launch: models, process groups, loader workers.
+    del rank
+    problem = unwinding.clear()
+    if problem:
+        leaving(f"it can't go on in its process: {problem}")
+    unwinding.over()
+    return Result(Outcome.UNWOUND, result.step)
+
+
+def open_rank(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None = None,
+    survives_abort: bool = False,
+    attempt: int | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> Rank:
+    """A rank that has joined the channel, for a script that is its own entry: see ``begin``.
+
+    ``keys`` are keys of the job that the script says otherwise than the run was made with.
+    """
+    opened = _open(
+        directory,
+        place,
+        channel=channel,
+        nonce=nonce,
+        launch_started=launch_started,
+        survives_abort=survives_abort,
+        attempt=attempt,
+        keys=keys,
+    )
+    opened.rank.witnessed = opened.witnessed
+    return opened.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A rank on the channel, and what belongs to its process."""
+
+    rank: Rank
+    notices: Notices
+    leaving: Leaving
+    unwinding: Unwinding | None
+    witnessed: Witnessed | None
+
+
+def _open(
+    directory: RunDirectory,
+    place: RankPlace,
+    *,
+    channel: str,
+    nonce: str,
+    launch_started: float | None,
+    survives_abort: bool,
+    kept: Kept | None = None,
+    attempt: int | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> _Opened:
+    begun = time.time()
+    knobs = Knobs.from_environ(process_environ())
+    show_crashes(knobs.attempt, knobs.launch)
+    mine = Kept() if kept is None else kept
+    notices = mine.notices
+    witnessed: Witnessed | None = None
+    try:
+        file = read_run_file(directory.spec_file)
+        if keys:
+            file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
+        take_on(file)
+        watchdog = file.job.watchdog
+        # Who falls silent is looked into with the probe, too.
+        if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):
+            witnessed = begin_to_be_witnessed()
+        if witnessed is not None:
+            witnessed.start(
+                directory,
+                rank=place.rank,
+                world_size=place.world_size,
+                host=place.host,
+                channel=channel,
+                nonce=nonce,
+                attempt=knobs.attempt if attempt is None else attempt,
+                launch=knobs.launch or 1,
+                alone_after=watchdog.at_most if watchdog.enabled and survives_abort else None,
+            )
+        hosts, port = parse_addresses(channel)
+        leaving = Leaving(
+            directory,
+            rank=place.rank,
+            in_slurm=bool(place.node),
+            second=place.leads_second_node and file.job.outlives_nodes,
+        )
+        trusted = kept is not None and trusts_process(file.job.recovery) and can_unwind()
+        unwinding = Unwinding(leaving) if trusted else None
+        member = Channel(
+            rank=place.rank,
+            world_size=place.world_size,
+            nonce=nonce,
+            hosts=hosts,
+            port=port,
+            host=place.host,
+            pid=os.getpid(),
+            on_abort=_stay if survives_abort else unwinding or leaving,
+            progress=None if witnessed is None else witnessed.progress,
+        )
+    except Exception as error:
+        words = last_words_of(error, step=0, phase="start", micro_batch=0)
+        leave_behind(directory, words, rank=place.rank, host=place.host)
+        raise
+    notices.say_through(member)
+    rank = Rank(directory, place, file, member, nonce, launch_started or begun, mine, unwinding)
+    return _Opened(rank, notices, leaving, unwinding, witnessed)
+
+
+def _stay(reason: str) -> None:
+    del reason
+
+
+def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> NoReturn:
+    """Entry point of the process ``worker RUN``, and of a forked worker.
+
+    ``parking`` is where it may wait for another launch.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    knobs = Knobs.from_environ(os.environ)
+    kept = None
+    code = 1
+    try:
+        if parking is not None:
+            kept = Kept()
+        if len(arguments) != 1 or knobs.channel is None:
+            raise ForgeError(
+                "the worker is started by slurm_forge itself",
+                next_step="Start a run with slurm-forge submit or slurm-forge run.",
+            )
+        place = place_from_environ(os.environ)
+        if place.below_torchrun:
+            die_with_parent(os.getppid())  # ended with the step, torchrun takes nobody along
+        while True:
+            result = run_rank(
+                RunDirectory.existing(arguments[0]),
+                place,
+                channel=knobs.channel or "",
+                nonce=knobs.nonce,
+                launch_started=knobs.started,
+                kept=kept,
+            )
+            if parking is None or result.outcome is not Outcome.UNWOUND:
+                break
+            order = parking.wait()
+            if order is None:
+                break
+            knobs = Knobs(
+                channel=order.channel,
+                nonce=order.nonce,
+                attempt=order.attempt,
+                launch=order.launch,
+                started=order.started,
+            )
+            os.environ.update(knobs.to_environ())
+        code = 1 if result.outcome is Outcome.FAILED else 0
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+    except Exception:
+        sys.stderr.write(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Interpreter shutdown would join loader workers and tear down groups that peers still use.
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

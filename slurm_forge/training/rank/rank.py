@@ -1,0 +1,368 @@
+"""The life of one rank: meet the others, call the user's function, say the last words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from slurm_forge.control.interfaces import preferred_address
+from slurm_forge.integrations.trackers import tracker_variables
+from slurm_forge.journal import JournalWriter
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.environment import process_environ
+from slurm_forge.spec.recovery import trusts_process
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.training.core.rank_info import (
+    RankPlace,
+)
+from slurm_forge.training.core.rank_variables import (
+    take_on_plan,
+)
+from slurm_forge.training.monitor.client import (
+    Witnessed,
+)
+from slurm_forge.training.rank.error_file import (
+    last_words_of,
+    leave_behind,
+)
+from slurm_forge.training.rank.in_process_relaunch import (
+    Channel,
+    Kept,
+    LaunchOver,
+    Unwinding,
+)
+from slurm_forge.training.rank.preload import (
+    no_collections,
+)
+from slurm_forge.vocabulary.cause import Cause
+
+__all__ = ["Outcome", "Rank", "Result"]
+
+_MEET_WITHIN = timedelta(minutes=10)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+#: Of a probe's group, so that torch's own watchdog never comes before our verdict.
+_PROBE_DEADLINES = 20
+
+
+class Outcome(str, Enum):
+    """How a rank came out of the user's function."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    GIVEN_UP = "given_up"
+    FAILED = "failed"
+    #: Out of a launch that is over, and good for another one in this process.
+    UNWOUND = "unwound"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome and the number of optimizer steps done."""
+
+    outcome: Outcome
+    step: int
+
+
+class Rank:
+    """The steps of one rank's life, with what its last words need."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        place: RankPlace,
+        file: RunFile,
+        member: Channel,
+        nonce: str,
+        launch_started: float,
+        kept: Kept | None = None,
+        unwinding: Unwinding | None = None,
+    ) -> None:
+        self._kept = kept
+        self._unwinding = unwinding
+        #: Who looks on, where this rank's own script ends it (``leave``).
+        self.witnessed: Witnessed | None = None
+        self._failed_of: Cause | None = None
+        self._journal: JournalWriter | None = None
+        self._directory = directory
+        self._place = place
+        self._file = file
+        self._member = member
+        self._nonce = nonce
+        self._launch_started = launch_started
+        self._run: Any = None
+        self._brief: Any = None
+        self._variables = process_environ()
+
+    def train(self) -> Result:
+        """Train, and leave the channel when the last words are said."""
+        try:
+            if self._unwinding is None:
+                return self._train()
+            result: Result = self._unwinding.run(self._train)
+            return result
+        except LaunchOver:
+            return Result(Outcome.UNWOUND, 0)
+        finally:
+            if self._run is not None:
+                self._run.leave()
+            if self._journal is not None:
+                self._journal.close()
+            self._member.close()
+
+    def may_go_on(self, result: Result) -> bool:
+        """Whether this process may be a rank of the next launch too, by its end and by policy."""
+        if result.outcome is Outcome.FAILED:
+            cause, policy = self._failed_of, self._file.job.recovery
+            if cause is Cause.NCCL_ERROR:  # it has only lost another rank
+                return trusts_process(policy)
+            return cause is not None and trusts_process(policy, cause)
+        return result.outcome in (Outcome.UNWOUND, Outcome.GIVEN_UP)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._unwinding is not None and self._unwinding.begun
+
+    def _train(self) -> Result:
+        # Everything below may import torch; the three unwinding classes live beside it.
+        try:
+            run = self._prepare()
+        except Exception as error:
+            if self._is_over:
+                raise
+            self._last_words(error)
+            return Result(Outcome.FAILED, 0)
+        from slurm_forge.training.core.entry import (
+            call_entry,
+        )
+
+        def work() -> int:
+            assert self._entry is not None  # noqa: S101  loaded above
+            call_entry(self._entry, run, run.args)
+            return int(run.finish())
+
+        return self._outcome(work)
+
+    def begin(self) -> Any:
+        """For a script that is its own entry: the run to train with; raises after last words."""
+        try:
+            return self._prepare()
+        except Exception as error:
+            self._last_words(error)
+            self._close()
+            raise
+
+    def leave(self, error: BaseException | None) -> Result:
+        """The script's own part is over, by ``error`` if there was one."""
+
+        def work() -> int:
+            if error is not None:
+                raise error
+            return int(self._run.finish())
+
+        try:
+            return self._outcome(work)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._run is not None:
+            self._run.leave()
+        if self.witnessed is not None:
+            self.witnessed.end()
+        if self._journal is not None:
+            self._journal.close()
+        self._member.close()
+
+    def _outcome(self, work: Callable[[], int]) -> Result:
+        from slurm_forge.training.core.step_boundary import (
+            RunStopped,
+        )
+        from slurm_forge.training.instability.skip_tracker import (
+            LaunchGivenUp,
+        )
+
+        run = self._run
+        try:
+            return Result(Outcome.FINISHED, work())
+        except RunStopped:
+            return Result(Outcome.STOPPED, run.step_number)
+        except LaunchGivenUp:
+            return Result(Outcome.GIVEN_UP, run.step_number)
+        except LaunchOver:
+            raise
+        except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
+            if self._is_over:
+                raise
+            run.let_land()  # the last words end the other ranks, and their part of a save
+            self._last_words(error)
+            return Result(Outcome.FAILED, run.step_number)
+
+    def _prepare(self) -> Any:
+        with no_collections():
+            import torch
+
+            from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
+            from slurm_forge.training.core import (
+                rng,
+            )
+            from slurm_forge.training.core.entry import (
+                load_entry,
+            )
+            from slurm_forge.training.core.process_group import (
+                choose_device,
+                join,
+                refuse_another,
+            )
+            from slurm_forge.training.core.rank_info import (
+                RankContext,
+            )
+            from slurm_forge.training.loop.run import (
+                Run,
+            )
+            from slurm_forge.training.preflight.main import (
+                Preflight,
+                wanted_of_run,
+            )
+
+        imported = time.time()
+        member, place, spec = self._member, self._place, self._file.job
+        brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
+        self._brief = brief
+        refuse_another(place.rank, place.world_size)  # before others are waited for
+        take_on_plan(self._file, brief.plan)  # read when groups are made, below
+        wanted = wanted_of_run(
+            self._directory,
+            self._file,
+            place,
+            attempt=brief.attempt,
+            launch=brief.launch,
+            thoroughness=brief.preflight,
+            on_hang=bool(brief.plan.variables),
+        )
+        own_address = preferred_address(self._file.socket_interface, self._file.host_suffix)
+        # Before this process touches a GPU: what it forks could use none any more.
+        Preflight(
+            member,
+            place,
+            wanted,
+            nonce=self._nonce,
+            environ=process_environ(),
+            within=spec.preflight.within,
+            own_address=own_address,
+        ).run()
+        device = choose_device(place.local_rank)
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in self._variables:
+            # Ranks that share a node's cores slow each other down by more than they gain; and a
+            # fixed number keeps the order of additions, hence every bit, the same.
+            torch.set_num_threads(spec.resources.cpus_per_task or 1)
+        groups = join(
+            member,
+            rank=place.rank,
+            world_size=place.world_size,
+            nonce=self._nonce,
+            device=device,
+            wait=_MEET_WITHIN,
+            collective_timeout=_COLLECTIVE_TIMEOUT,
+            own_address=own_address,
+            probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
+        )
+        met = time.time()
+        journal = None
+        if place.rank == 0:
+            journal = self._journal = JournalWriter(
+                self._directory, attempt=brief.attempt, writer="rank0", launch=brief.launch
+            )
+        context = RankContext(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            host=place.host,
+            brief=brief,
+            directory=self._directory,
+            spec=spec,
+            folder=self._file.folder,
+            variables=self._variables,
+        )
+        if place.rank == 0:  # trackers are not to be told by several ranks
+            first = (brief.attempt, brief.launch) == (1, 1)
+            os.environ.update(
+                tracker_variables(
+                    name=spec.name,
+                    directory=self._directory.path,
+                    step=brief.resume_step,
+                    first=first,
+                    given=self._variables,
+                )
+            )
+        # The same on all ranks, so that they build the same model; the program may seed anew.
+        rng.derive(spec.seed, 0, 0)
+        known = None if self._kept is None else self._kept.entry
+        if known is None and spec.entry is not None:  # a script is its own entry
+            known = load_entry(spec.entry, self._file.folder)
+        self._entry = known
+        if self._kept is not None:
+            self._kept.entry = known
+        self._run = Run(
+            context,
+            device=device,
+            groups=groups,
+            member=member,
+            journal=journal,
+            timings=lambda: (imported - self._launch_started, met - imported),
+        )
+        return self._run
+
+    def _last_words(self, error: BaseException) -> None:
+        """Over the channel, never over a collective: the others may be inside one."""
+        run = self._run
+        if self._unwinding is not None:
+            self._unwinding.last_words()
+        words = last_words_of(
+            error,
+            step=0 if run is None else run.step_number,
+            phase="start" if run is None else "train",
+            micro_batch=0 if run is None else run.micro_batch,
+        )
+        self._failed_of = Cause(words.cause)
+        sys.stderr.write(words.trace)
+        if run is not None and words.cause in (Cause.CUDA_OOM.value, Cause.HOST_OOM.value):
+            with contextlib.suppress(Exception):  # the words matter more
+                self._account_for_memory(error)
+        self._member.send(words)
+        if self._member.mute:
+            known = self._brief
+            attempt, launch = (0, 0) if known is None else (known.attempt, known.launch)
+            leave_behind(
+                self._directory,
+                words,
+                rank=self._place.rank,
+                host=self._place.host,
+                attempt=attempt,
+                launch=launch,
+            )
+
+    def _account_for_memory(self, error: BaseException) -> None:
+        """Where the memory had gone, for a person to look at; takes two seconds at most."""
+        from slurm_forge.training.core.memory_report import (
+            RankInfo,
+            write_account,
+        )
+
+        run, place = self._run, self._place
+        info = RankInfo(
+            rank=place.rank,
+            world_size=place.world_size,
+            host=place.host,
+            device=str(run.device),
+            step=run.step_number,
+            micro_batch=run.micro_batch,
+        )
+        file = self._directory.memory_account(run.attempt, run.launch, place.rank)
+        write_account(file, error, run.registry, info, run.device)

@@ -1,0 +1,1 @@
+"""One update: gradients, the guard, the optimizer."""

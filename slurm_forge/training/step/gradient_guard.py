@@ -1,0 +1,304 @@
+"""No bad update is ever applied: clip, judge, and step or leave everything as it was.
+
+The verdict is whether the norm of the gradient over all ranks is within a limit that all ranks
+share; NaN and inf are within none.  DDP and FSDP have summed the gradients by then, so a NaN on one
+rank is in every rank's norm: all ranks reach the same verdict and nothing has to be asked.  Where
+the norm is on a device the optimizer may be able to skip there and the host does not wait; with
+every other optimizer that is one wait per step.  A norm on the CPU is simply looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.core.step_verdict import (
+    LARGEST,
+    Reading,
+    Verdict,
+)
+from slurm_forge.training.step.buffer_snapshot import (
+    BufferSnapshot,
+)
+from slurm_forge.training.step.gradient_norms import (
+    Gradients,
+    NormParts,
+    ParameterNorm,
+    clip_factor,
+)
+
+__all__ = [
+    "LARGEST",
+    "Applied",
+    "BufferSnapshot",
+    "Reading",
+    "Verdict",
+    "apply_gradients",
+    "drop_gradients",
+    "skips_on_device",
+]
+
+#: A norm that is smaller than the largest one by so much is not clipped, in any dtype's arithmetic.
+_CLEARLY = 1.02
+_LITTLE = 1e-5
+
+
+class Applied:
+    """What became of a step: its norm before clipping, the verdict, and what the norm is made of.
+
+    ``norm`` is a scalar tensor where it was computed; nobody waited for it unless the optimizer
+    demanded it.
+    """
+
+    __slots__ = ("_found_inf", "norm", "norms", "verdict")
+
+    def __init__(
+        self,
+        norm: torch.Tensor,
+        verdict: Verdict,
+        norms: NormParts,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        self.norm = norm
+        self.verdict = verdict
+        self.norms = norms
+        self._found_inf = found_inf
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The norm of each parameter before clipping, in the one tensor the norm was made of.
+
+        One per device mesh where there are several; none where the program gave its own norm.
+        """
+        return tuple(self.norms.stacked)
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """1.0 where the update was left out, else 0.0, where ``norm`` is."""
+        if self._found_inf is None:
+            self._found_inf = torch.tensor(float(self.skipped()), dtype=torch.float32)
+        return self._found_inf
+
+    @property
+    def left_out(self) -> torch.Tensor | bool:
+        """The same for ``BufferSnapshot.restore_where``: a bool where the host has decided."""
+        return self.skipped() if self._found_inf is None else self._found_inf
+
+    def skipped(self) -> bool:
+        """Whether the update was left out.  On CUDA it waits until the device is that far."""
+        return not self.verdict.read().applied
+
+    def blame(self, names: Mapping[int, str]) -> tuple[ParameterNorm, ...]:
+        """Norms by parameter, worst first.  ``names``: see ``parameter_names``.  Waits."""
+        return self.norms.blame(names)
+
+
+def apply_gradients(
+    optimizer: Optimizer,
+    *,
+    max_norm: float | None = None,
+    grad_norm: torch.Tensor | float | None = None,
+    gradient_factor: torch.Tensor | float | None = None,
+    lr_scale: float = 1.0,
+    limit: float = LARGEST,
+    loss: torch.Tensor | None = None,
+    scaler: Any = None,
+    update_scaler: bool = True,
+    parameters: Iterable[torch.Tensor] | None = None,
+    norm_group: dist.ProcessGroup | None = None,
+    on_device: bool | None = None,
+) -> Applied:
+    """Clip to ``max_norm``, step, and drop the gradients; beyond ``limit`` only the last.
+
+    A skipped step leaves weights, moments and step counters as they were, on all ranks.  ``limit``
+    is for the norm before clipping and the same on every rank.  ``loss`` travels to the host with
+    the verdict.  ``parameters`` default to the optimizer's.  ``grad_norm`` is the norm where the
+    program has computed it, over all ranks and of unscaled gradients (nothing is clipped then).
+    ``norm_group`` are the ranks whose norms add up where parameters are spread over ranks by other
+    means than DTensor (pipeline stages, experts): one more collective.  ``gradient_factor``
+    multiplies the gradients first (``BatchLoss``).  ``lr_scale`` holds for this one step, scheduler
+    and optimizer never see it.  With a ``GradScaler`` the verdict is entered into it before its
+    ``step``; ``update_scaler`` is for the last of several optimizers.  ``on_device`` says where the
+    verdict is reached; it defaults to where the norm is.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the loss several times in one step: there is no update to leave out",
+            next_step="Use it without run.step, or take an optimizer that steps once.",
+        )
+    if grad_norm is not None and gradient_factor is not None:
+        raise UnsupportedError(
+            "gradients that wait for their factor (Loss(sum, count)) were clipped by the program",
+            next_step="Let apply(max_norm=…) clip, or hand over the mean loss.",
+        )
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    chosen = owned if parameters is None else list(parameters)
+    if scaler is not None and any(p.grad is not None for p in owned):
+        scaler.unscale_(optimizer)
+    limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
+    with torch.no_grad():
+        gradients = Gradients(chosen)
+        if grad_norm is not None:
+            norm, parts, factor, max_norm = _given(grad_norm, chosen), NormParts(), None, None
+        else:
+            norm, parts = gradients.norm(norm_group)
+            factor = None if gradient_factor is None else _beside(norm, gradient_factor)
+            if factor is not None:
+                norm, parts = norm * factor, parts.times(factor)
+        if on_device is None:
+            on_device = norm.device.type != "cpu"
+        if on_device or scaler is not None:
+            found_inf = _judged(norm, limit)
+            if scaler is not None and gradients:
+                found_inf = _enter(scaler, optimizer, found_inf)
+            # Before what else is queued, so that whoever waits for it waits for nothing else.
+            verdict = Verdict(found_inf, norm, loss)
+            go_on = True
+        else:
+            found_inf = None
+            value = norm.item()
+            go_on = value <= limit
+            told = math.nan if loss is None else loss.item()
+            verdict = Verdict.known(Reading(go_on, value <= LARGEST, value, told))
+            if go_on and max_norm is not None and value * _CLEARLY + _LITTLE < max_norm:
+                max_norm = None  # most steps of most runs: times 1 would change nothing
+            elif not go_on and grad_norm is not None:
+                parts = gradients.parts()
+        if go_on:
+            if max_norm is not None:
+                clip = clip_factor(norm, max_norm)
+                factor = clip if factor is None else factor * clip
+            if factor is not None:
+                gradients.multiply(factor)
+    if go_on and gradients:
+        if lr_scale == 1.0:
+            _step(optimizer, verdict, found_inf, scaler)
+        else:
+            with _scaled_lr(optimizer, lr_scale):
+                _step(optimizer, verdict, found_inf, scaler)
+    if scaler is not None and update_scaler:
+        scaler.update()
+    for parameter in owned:
+        parameter.grad = None
+    if chosen is not owned:
+        _drop(chosen)
+    return Applied(norm, verdict, parts, found_inf)
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """What ``zero_grad`` does, without its profiling, which takes most of the time."""
+    for group in optimizer.param_groups:
+        _drop(group["params"])
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the optimizer leaves out a step by itself, exactly, when ``found_inf`` is 1.
+
+    Proven by tests for fused Adam, AdamW and SGD, and for these types only: a subclass may do
+    anything in its ``step``.  Fused SGD with momentum creates its buffers in the first step and
+    would leave them uninitialised, so it counts only once they exist.
+    """
+    kind = type(optimizer)
+    if kind not in (Adam, AdamW, SGD) or not all(g.get("fused") for g in optimizer.param_groups):
+        return False
+    devices = {p.device for g in optimizer.param_groups for p in g["params"]}
+    if len(devices) != 1:
+        return False  # copying the verdict between devices is not ordered with the host
+    return kind is not SGD or all(
+        optimizer.state[p].get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+def _drop(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _given(norm: torch.Tensor | float, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The program's own norm as a tensor where the parameters are."""
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if not isinstance(norm, torch.Tensor) or norm.device != device:
+        norm = torch.full((), float(norm), device=device)  # copying it there would be waited for
+    return norm.detach().reshape(()).abs()
+
+
+def _beside(norm: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """A factor as a tensor where the norm is, of its dtype."""
+    if not isinstance(factor, torch.Tensor) or factor.device != norm.device:
+        return torch.full_like(norm, float(factor))
+    return factor.to(norm.dtype)
+
+
+def _judged(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """1.0 unless the norm is within the limit, else 0.0, where the norm is."""
+    if norm.dtype not in (torch.float32, torch.float64):
+        norm = norm.float()  # the largest float32 would be inf in a narrower one
+    within = torch.empty((), dtype=torch.float32, device=norm.device)
+    torch.le(norm, limit, out=within)
+    return 1.0 - within
+
+
+def _step(
+    optimizer: Optimizer, verdict: Verdict, found_inf: torch.Tensor | None, scaler: Any
+) -> None:
+    """Step unless it is to be left out: judged by the optimizer on the device, or here."""
+    if found_inf is None:
+        optimizer.step()  # the host has judged
+        return
+    on_device = skips_on_device(optimizer)
+    if not on_device and not verdict.read().applied:
+        return
+    if scaler is not None:
+        scaler.step(optimizer)  # hands its (our) verdict to fused optimizers itself
+    elif not on_device:
+        optimizer.step()
+    else:
+        # The two attributes through which GradScaler talks to fused optimizers.
+        fused: Any = optimizer
+        fused.found_inf, fused.grad_scale = found_inf, None
+        try:
+            optimizer.step()
+        finally:
+            del fused.found_inf, fused.grad_scale
+
+
+def _enter(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
+    """Our verdict into the scaler's, which is that of this rank's shards alone under FSDP.
+
+    Without it ranks would step, and change their scale, on their own.  The scaler has no public
+    way to be told; ``_per_optimizer_states`` is what ``unscale_`` has just written.  Returns the
+    common verdict.
+    """
+    seen = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device, own in seen.items():
+        own.copy_(torch.maximum(own.reshape(()), found_inf.to(device)).expand_as(own))
+        found_inf = torch.maximum(found_inf, own.to(found_inf.device).reshape(()))
+    return found_inf
+
+
+@contextmanager
+def _scaled_lr(optimizer: Optimizer, scale: float) -> Iterator[None]:
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * scale  # a new tensor where it is one
+    try:
+        yield
+    finally:
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr

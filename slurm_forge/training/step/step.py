@@ -1,0 +1,200 @@
+"""One optimizer step: micro-batches in, one update on all ranks or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.core.loss import (
+    BatchLoss,
+    Loss,
+)
+from slurm_forge.training.data.batches import (
+    Batch,
+)
+from slurm_forge.training.step.buffer_snapshot import (
+    BufferSnapshot,
+)
+from slurm_forge.training.step.gradient_guard import (
+    LARGEST,
+    Applied,
+    apply_gradients,
+)
+
+if TYPE_CHECKING:
+    from slurm_forge.training.core.run_state import (
+        Registry,
+    )
+
+__all__ = ["Step"]
+
+
+class Step:
+    """One optimizer step: accumulation, weighting, clipping, the gradient check, the update.
+
+    ``with run.step(batch) as s:`` makes it.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        *,
+        registry: Registry,
+        loss: BatchLoss,
+        lr_scale: float,
+        snapshot: BufferSnapshot,
+        limit: float = LARGEST,
+        handing_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.batch = batch
+        self.applied: list[Applied] = []
+        self._registry = registry
+        self._scaler = registry.scaler
+        self._loss = loss
+        self._lr_scale = lr_scale
+        self._snapshot = snapshot
+        self._limit = limit
+        self._handing_over = handing_over
+        self._exchanges = True
+        self._micro: Any = None
+        #: Whether an update was begun: what was raised before has changed nothing that stays.
+        self.updating = False
+        #: The loss of the first micro-batch, as it was handed over; detached.
+        self.first_loss: torch.Tensor | None = None
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Iterate over the micro-batches; DDP and FSDP synchronise gradients in the last one only.
+
+        Yields:
+            One micro-batch, as the collate function made it.
+        """
+        last = len(self.batch.micro_batches) - 1
+        for index, micro in enumerate(self.batch.micro_batches):
+            self._exchanges = index == last
+            self._synchronise(index == last)
+            self._micro = micro
+            self._loss.begin(self.batch.micro_sizes[index])
+            yield micro
+
+    def backward(self, loss: torch.Tensor | Loss) -> None:
+        """Backward of one micro-batch's loss, weighted so that the global batch counts as one.
+
+        Args:
+            loss: The mean over the samples of the micro-batch (a scalar tensor), or ``Loss(sum,
+                count)``; the same form for every micro-batch, on every rank.
+
+        Raises:
+            UnsupportedError: One step has losses of both forms.
+        """
+        weighted = self._loss.weigh(loss)
+        if self.first_loss is None:
+            mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
+            self.first_loss = mean.detach()
+        scaled = weighted if self._scaler is None else self._scaler.scale(weighted)
+        if self._exchanges:
+            self._handing_over()
+        scaled.backward()
+
+    def apply(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        max_norm: float | None = None,
+        grad_norm: torch.Tensor | None = None,
+    ) -> None:
+        """Clip, check and update.
+
+        A norm that is not finite, or is beyond the limit, leaves weights, moments and buffers as
+        they were, on every rank.
+
+        Args:
+            optimizer: The optimizer to step; None steps every registered one.  Loops with several
+                optimizers call ``apply`` once for each.
+            max_norm: The gradient norm to clip to, over all ranks; None does not clip.
+            grad_norm: The norm over all ranks, where the program has clipped by itself.
+
+        Raises:
+            UnsupportedError: No optimizer is registered and none is given.
+        """
+        chosen = list(self._registry.optimizers.values()) if optimizer is None else [optimizer]
+        if not chosen:
+            raise UnsupportedError(
+                "there is no optimizer to apply: none is registered and none was given",
+                next_step="run.register(model=…, optimizer=…) before training.",
+            )
+        self.updating = True
+        factor = self._loss.gradient_factor()
+        loss = self._loss.mean() if self._loss.known else None
+        for each in chosen:
+            applied = apply_gradients(
+                each,
+                max_norm=max_norm,
+                grad_norm=grad_norm,
+                lr_scale=self._lr_scale,
+                limit=self._limit,
+                loss=loss,
+                scaler=self._scaler,
+                update_scaler=False,  # once per step, however many optimizers: in ``end``
+                gradient_factor=factor,
+            )
+            self._snapshot.restore_where(applied.left_out)
+            self.applied.append(applied)
+
+    def abandon(self) -> None:
+        """Something was raised before the update: leave gradients and buffers as if never begun."""
+        for optimizer in self._registry.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        self._snapshot.restore_where(True)
+
+    @property
+    def unprotected(self) -> tuple[str, ...]:
+        """Buffers that this step has changed and nothing can put back."""
+        return self._snapshot.unprotected
+
+    def end(self) -> tuple[str, ...]:
+        """After the last ``apply``; names buffers that a skipped step could not put back."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._scaler.update()
+        return self._snapshot.unprotected
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether ``backward`` was called here, so that the loss is known."""
+        return self._loss.known
+
+    def own_loss(self) -> float | None:
+        """This rank's mean loss over its own samples, if known.  Waits for the device."""
+        return self._loss.own_mean() if self._loss.known else None
+
+    def mean_loss(self) -> torch.Tensor:
+        """This rank's part of the mean loss over the batch, detached; nothing is synchronised."""
+        return self._loss.mean()
+
+    def run(
+        self,
+        compute_loss: Callable[[Any], torch.Tensor | Loss],
+        *,
+        max_norm: float | None,
+    ) -> torch.Tensor:
+        """The whole step for the ordinary case."""
+        for micro in self.micro_batches():
+            self.backward(compute_loss(micro))
+        self.apply(max_norm=max_norm)
+        return self.mean_loss()
+
+    def _synchronise(self, now: bool) -> None:
+        model: Any
+        for model in self._registry.models.values():
+            # isinstance takes microseconds here: DDP is an abstract base class.
+            kinds = type(model).__mro__
+            if DistributedDataParallel in kinds:
+                # With a static graph DDP expects its hooks in every backward of the first step.
+                model.require_backward_grad_sync = now or model.static_graph
+            elif FSDPModule in kinds:
+                model.set_requires_gradient_sync(now)
