@@ -100,7 +100,8 @@ def test_three_tasks_finish_a_run_where_nothing_may_requeue_itself(
     accounting = ("sacct", "-n", "-X", "-P", "-j", watched.job, "-o", "JobID,State")
     slurm.wait_for(
         lambda: f"{watched.job}_3|COMPLETED" in slurm.run(*accounting).stdout,
-        30, "accounting to say of the task that finished the run that it was not cancelled",
+        30,
+        "accounting to say of the task that finished the run that it was not cancelled",
     )
     story = told(slurm, watched, "explain")
     assert f"goes on as task {watched.job}_2 of its array" in story, story

@@ -70,6 +70,7 @@ class AskedToStop:
         elif now - self._first >= _ONE_REQUEST_S:
             self.insists = True
 
+
 @dataclass(slots=True)
 class BatchSignals:
     """Passes signals for the batch step on to the conductor of the launch that is on."""

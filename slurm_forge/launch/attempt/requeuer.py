@@ -305,6 +305,7 @@ class ComingBack:
         except (OSError, ForgeError) as error:
             self._problems.append(f"the node ledger: {error}")
 
+
 def ladder_of(
     file: RunFile,
     slurm: Slurm,
@@ -387,6 +388,7 @@ def way_back(
         latest=lambda: watch.latest,
     )
 
+
 def nothing_to_do(run: RunDirectory, why: Refusal, job: str, slurm: Slurm) -> None:
     """Keep the tasks that wait from starting only to find out the same; best effort.
 
@@ -414,6 +416,7 @@ def nothing_to_do(run: RunDirectory, why: Refusal, job: str, slurm: Slurm) -> No
         # Whoever releases them wants it to go on: nothing else starts them.
         journal.write(Held(job=chain.array, restart_count=0, reason=reason, confirmed=True))
         journal.close()
+
 
 #: What was taken for a preemption may be none: then nodes stand idle for so long.
 _LONGEST = timedelta(minutes=5)

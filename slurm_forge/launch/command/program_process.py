@@ -214,6 +214,7 @@ class ProgramProcess:
                 if found[1] and found[1].isdecimal() and len(found[1]) < 19:
                     self.printed_step = int(found[1])
 
+
 _KEPT = 1 << 16
 _READ = 1 << 16
 #: A line that is longer (a progress bar without end) is looked at in parts.
@@ -345,6 +346,7 @@ def _write(target: int, data: bytes) -> bool:
         except OSError as error:
             return error.errno not in _NOBODY
     return True
+
 
 _PROC = Path("/proc")
 _LONGEST_COMMAND = 8192

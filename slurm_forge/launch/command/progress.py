@@ -157,6 +157,7 @@ class ProgressWatch:
             return look_at(self._program, self._folder)
         return None
 
+
 _NUMBER = re.compile(r"[0-9]{1,18}")
 #: Of what kind a file is, which may hold a number too: ``.h5``, ``.pt2``.
 _KIND = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}\Z")

@@ -354,6 +354,7 @@ def _of_network(said: NetworkVerdict, other: object, seen: Sequence[RankSeen]) -
         evidence=(*said.evidence, *before),
     )
 
+
 #: A witness that has not answered by then is as stuck as its rank.
 _WITHIN_S = 3.0
 

@@ -104,6 +104,7 @@ class Ending:
             self._seen.absent = tuple(absent)
             self.begin(now)
 
+
 #: Ranks hear again how long they have when it has changed by more.
 _TELL_AGAIN_S = 0.5
 _REFRESH_EVERY_S = 60.0

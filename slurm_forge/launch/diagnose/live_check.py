@@ -373,6 +373,7 @@ def _pending(record: JobRecord) -> float | None:
 def _minutes(span: timedelta) -> str:
     return f"{span.total_seconds() / 60:g} min"
 
+
 #: KillWait is 30 s by default, and what follows it takes a moment.
 _GONE_S = 60.0
 #: How long a job that was submitted by a command without an answer may take to be listed.
@@ -467,6 +468,7 @@ def remove_folders(
         with contextlib.suppress(OSError):  # somebody has put something there meanwhile
             each.rmdir()
     return gone
+
 
 #: The warning is due 40 s after the start.  Slurm looks every 30 s, and rather sends it early.
 LIMIT = timedelta(minutes=4)

@@ -256,6 +256,7 @@ def _between_launches(state: RunState) -> bool:
     launches = state.attempts[-1].launches if state.attempts else ()
     return bool(launches) and launches[-1].ended is not None
 
+
 def train_here(
     train: Callable[..., Any] | str,
     spec: Mapping[str, Any],

@@ -187,6 +187,7 @@ def names_in(expression: str | None) -> tuple[str, ...] | None:
     except ConfigError:
         return None
 
+
 def names_added(records: Iterable[Record]) -> frozenset[str]:
     """Nodes that a run itself had its job leave out, by its journal: struck, or by its plans."""
     found: set[str] = set()

@@ -92,6 +92,7 @@ class Heard:
             self._told.add(text)
             self._tell(f"the node ledger: {text}")
 
+
 @dataclass(frozen=True, slots=True)
 class Gathered(Generic[_T]):
     """What came in time; ``complete`` where all of it did, ``error`` what ended it otherwise."""

@@ -80,6 +80,7 @@ def _with_feature(constraint: str | None, feature: str | None) -> str | None:
         return f"{constraint}&{feature}"
     return constraint  # what the job says of its nodes is more than can be added to
 
+
 def asked_of(
     job: JobSpec,
     site: Site,

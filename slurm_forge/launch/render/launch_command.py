@@ -124,6 +124,7 @@ def _script(command: tuple[str, ...], python: str) -> tuple[str, tuple[str, ...]
             return first, rest
     return python, ("--no-python", *command)
 
+
 #: Below what Linux takes for outgoing connections by default, and away from torch's own 29400.
 _FIRST, _NUMBER = 20_000, 9_000
 #: Launches of a job lie so far apart, and jobs that follow each other too.
@@ -188,6 +189,7 @@ def for_torchrun(
     if cpus is not None:
         found.setdefault("OMP_NUM_THREADS", str(cpus))
     return found
+
 
 def _address(name: str) -> str | None:
     with contextlib.suppress(OSError, UnicodeError):

@@ -140,6 +140,7 @@ def _raise(decision: Decision, factor: str) -> float:
             return float(change.new) / float(change.old)
     return 1.0
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """Other values for ``resources``, as a job file has them; None leaves one as it is.
@@ -217,6 +218,7 @@ def arguments_of(asked: Asked, now: JobSpec) -> tuple[str, ...]:
     if asked.partition is not None and wanted.partition is not None:
         given.append(f"--partition={wanted.partition}")
     return tuple(given)
+
 
 def planned(
     state: RunState,

@@ -101,6 +101,7 @@ class ForkedWorker:
             parked=self.parked,
         )
 
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """What a worker runs: our worker, or a module by name with arguments (``python -m``)."""

@@ -351,6 +351,7 @@ class Keeping:
             return None
         return min(found) if mode.mode is BestMode.MIN else max(found)
 
+
 class PeopleHeard:
     """Reads the journal only when a file of the command line's has grown."""
 

@@ -151,6 +151,7 @@ def _deviation(seen: Sequence[float], level: float) -> float:
     floor = _LEAST_NOISE * abs(level)
     return max(_MAD_TO_SIGMA * spread, _MAD_TO_SIGMA * between, floor, 1e-300)
 
+
 class FirstSteps:
     """On rank 0 only.  ``note`` is called after every step, ``look`` when nobody is held up by it.
 

@@ -299,6 +299,7 @@ def _plain(value: Any) -> str | None:
             return f"({', '.join(str(part) for part in parts)}{', …' if len(value) > 20 else ''})"
     return None
 
+
 _MOST_LINES = 20
 _T = TypeVar("_T", Model, Optimization, Other)
 

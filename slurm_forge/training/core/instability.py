@@ -48,6 +48,7 @@ class Trouble:
             in_memory=self.in_memory,
         )
 
+
 @dataclass(slots=True)
 class InForce:
     """The recovery plan, and the largest gradient norm whose update is applied.

@@ -115,6 +115,7 @@ def place_of_script(environ: Mapping[str, str]) -> RankPlace:
         node=slurm.node_name or "",
     )
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """A rank's place in the launch, and what it works on."""

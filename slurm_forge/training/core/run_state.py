@@ -76,6 +76,7 @@ class Registry:
         """Models wrapped in DistributedDataParallel."""
         return [m for m in self.models.values() if isinstance(m, DistributedDataParallel)]
 
+
 @dataclass(slots=True)
 class Progress:
     """Counts of steps and samples, which phases are done, and the program's own plain values."""

@@ -290,6 +290,7 @@ def _to_stderr(text: str) -> None:
 def _to_myself(number: Signals) -> None:
     os.kill(os.getpid(), number)
 
+
 #: Below the run's folder: one small file for every fault that has struck.
 FOLDER = "injected"
 _LIMIT = 1 << 16

@@ -146,6 +146,7 @@ def _plain_parameters(registry: Registry | None) -> list[torch.Tensor]:
     ]
     return [] if any(isinstance(p, DTensor) for p in found) else found
 
+
 def hold_interpreter(seconds: float) -> None:
     """Sit in a C call that keeps the interpreter's lock: no thread of Python runs meanwhile."""
     # PyDLL does not release the lock around a call, CDLL does.

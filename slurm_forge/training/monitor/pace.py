@@ -123,6 +123,7 @@ class Pacing:
             return CudaWatch(self._device, hands_over=hands_over)
         return HostWatch(hands_over=hands_over)
 
+
 _ROOT = Path("/")
 _V1 = tuple(PurePosixPath("sys/fs/cgroup") / name for name in ("cpu,cpuacct", "cpu"))
 

@@ -178,6 +178,7 @@ def _clear_gpu() -> str:
         return f"the GPU can't be used any more: {error}"
     return ""
 
+
 #: What a worker says to its agent once it has unwound; the agent answers with a ``Begin``.
 PARKED = b"parked\n"
 
@@ -239,6 +240,7 @@ class ParkedWorker:
     def close(self) -> None:
         """The worker is gone, or this is the child."""
         self._connection.close()
+
 
 class Channel(Member):
     """Knows whether something could not be said any more."""

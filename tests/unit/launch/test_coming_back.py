@@ -64,7 +64,6 @@ class Slurm:
     nodes: str | None = "n[1-4]"
     asked: list[str] = field(default_factory=list)
 
-
     def show_config(self) -> ConfigRecord:
         return ConfigRecord(kill_wait=timedelta(seconds=7))
 

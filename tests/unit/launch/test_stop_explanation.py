@@ -98,9 +98,7 @@ def test_what_slurmstepd_prints_after_the_launch_is_read(tmp_path: Path) -> None
     words = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T12:00:31 DUE TO PREEMPTION"
     log.write_text(f"{words} ***\n")
     slurm: Any = SimpleNamespace(accounting=lambda _: ())
-    explain = StopExplanation(
-        slurm, attempt, lambda: ("SIGTERM",), lambda: NOW, output=Output(log)
-    )
+    explain = StopExplanation(slurm, attempt, lambda: ("SIGTERM",), lambda: NOW, output=Output(log))
     over = NOW + timedelta(seconds=31)
     ending = replace(IN_GRACE, state=JobState.COMPLETING, end_time=over)
     assert explain.cause(ending) is Cause.PREEMPTED
