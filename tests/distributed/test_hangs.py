@@ -126,7 +126,7 @@ def test_a_held_interpreter_lock_is_seen_from_outside(tmp_path: Path) -> None:
     with launched(run, 2, train) as launch:
         seen = stalled(launch, rank=1)
     assert seen.late_ranks == (1,)
-    assert "hold_interpreter (hanging.py:" in text_of(launch)
+    assert "hold_interpreter (strikes.py:" in text_of(launch)
     assert "C code holds the interpreter's lock" in text_of(launch)
 
 
