@@ -117,7 +117,7 @@ def test_a_deadlock_in_python_is_found_with_its_line(tmp_path: Path) -> None:
         seen = stalled(launch)
     assert seen.late_ranks == (1,)
     assert seen.files == ("attempts/1/stacks/1/rank-00001.txt",)
-    assert "_do (injecting.py:" in text_of(launch)
+    assert "_do (injector.py:" in text_of(launch)
     assert 'injecting.py", line' in stacks_of(launch, 1)
 
 
