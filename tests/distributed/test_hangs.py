@@ -118,7 +118,7 @@ def test_a_deadlock_in_python_is_found_with_its_line(tmp_path: Path) -> None:
     assert seen.late_ranks == (1,)
     assert seen.files == ("attempts/1/stacks/1/rank-00001.txt",)
     assert "_do (injector.py:" in text_of(launch)
-    assert 'injecting.py", line' in stacks_of(launch, 1)
+    assert 'injector.py", line' in stacks_of(launch, 1)
 
 
 def test_a_held_interpreter_lock_is_seen_from_outside(tmp_path: Path) -> None:
