@@ -68,6 +68,13 @@ def said(run: RunDirectory, job: str, *, ago: float) -> JournalWriter:
     return journal
 
 
+def written(run: RunDirectory, *, ago: float) -> None:
+    """The journal's files were written last so long ago."""
+    then = time.time() - ago
+    for file in run.journal.iterdir():
+        os.utime(file, (then, then))
+
+
 def watch(cluster: SlurmCluster, runs: Path, *words: str) -> tuple[int, list[Mapping[str, object]]]:
     """``slurm-forge watch --once --json`` as a person types it."""
     done = subprocess.run(
@@ -103,11 +110,13 @@ def test_an_open_intent_is_carried_out_and_a_held_run_told_once(
     journal = said(open_, job, ago=300)
     journal.write(RequeueIntended(job=job, method="scontrol requeue", reason="preempted"))
     journal.write(AttemptEnded(outcome="open"))
+    written(open_, ago=300)
     held, waiting = made(slurm, runs, "waits", "true")
     slurm.wait_state(job, "COMPLETED")
     slurm.wait_state(waiting, "COMPLETED")
     slurm.run("scontrol", "requeuehold", waiting)
     said(held, waiting, ago=300).write(RequeueDone(job=waiting, method="scontrol requeue"))
+    written(held, ago=300)
     hook = tmp_path / "hook"
     told = tmp_path / "told"
     hook.write_text(f"#!/bin/sh\ncat >> {told}\n")
