@@ -193,7 +193,7 @@ def test_a_library_s_frames_where_there_are_no_others() -> None:
     )
     dump = find_dump(text)
     assert dump is not None
-    assert (dump.signal, dump.frames) == ("SIGBUS", ("a.py:2 in g", "worker.py:3 in main"))
+    assert (dump.signal, dump.frames) == ("SIGBUS", ("a.py:2 in g", "main.py:3 in main"))
 
 
 def test_a_traceback_that_is_cut_off_says_nothing() -> None:
