@@ -20,7 +20,6 @@ from slurm_forge.errors import (
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
-    RunStatus,
     fold,
     read_journal,
     read_position,
@@ -38,9 +37,7 @@ from slurm_forge.journal.events import (
     Note,
     UserAsked,
 )
-from slurm_forge.launch.attempt.post_mortem import (
-    post_mortem,
-)
+from slurm_forge.launch.attempt.post_mortem import post_mortem
 from slurm_forge.launch.attempt.stop_between_attempts import (
     before_next_start,
     stay_stopped,
@@ -51,24 +48,16 @@ from slurm_forge.launch.render.rank_environment import (
     forbidden,
     with_suspects,
 )
-from slurm_forge.launch.render.save_history import (
-    remember_saves,
-)
+from slurm_forge.launch.render.save_history import remember_saves
 from slurm_forge.launch.requeue.job_update import (
     memory_asked,
     nodes_asked,
     time_asked,
 )
 from slurm_forge.recovery import LaunchFacts, classify, decide
-from slurm_forge.recovery.incident.classify import (
-    is_unexplained,
-)
-from slurm_forge.recovery.monitor.preflight_verdict import (
-    thoroughness,
-)
-from slurm_forge.recovery.nodes.placement import (
-    Room,
-)
+from slurm_forge.recovery.incident.classify import is_unexplained
+from slurm_forge.recovery.monitor.preflight_verdict import thoroughness
+from slurm_forge.recovery.nodes.placement import Room
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
 from slurm_forge.site.variables import Difference
 from slurm_forge.slurm.client import Slurm
@@ -86,7 +75,6 @@ TAKEN_OVER = "taken over"
 #: What a run does not come back from by itself.
 _ENDS = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: Statuses in which a start that nobody asked for does nothing.
-_AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED})
 
 
 class Refusal(str, Enum):
@@ -370,7 +358,7 @@ def begin(
         return Refusal.AT_REST
     file = read_run_file(run.spec_file)
     released = _released(state, job, restart_count)
-    if state.status in _AT_REST and not released:
+    if state.status.is_at_rest and not released:
         return Refusal.AT_REST
     if file.job.entry is None and not command:
         raise ForgeError(

@@ -32,12 +32,8 @@ from slurm_forge.journal.events import (
     RequeueIntended,
     UserAsked,
 )
-from slurm_forge.launch.nodes.excluded_nodes import (
-    names_in,
-)
-from slurm_forge.launch.render.array_chain import (
-    waiting_record,
-)
+from slurm_forge.launch.nodes.excluded_nodes import names_in
+from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.requeue.job_update import (
     Asked,
     and_without,
@@ -65,9 +61,7 @@ from slurm_forge.launch.submit.submission import (
 )
 from slurm_forge.lock import exclusive
 from slurm_forge.person import person
-from slurm_forge.recovery.incident.classify import (
-    is_unexplained,
-)
+from slurm_forge.recovery.incident.classify import is_unexplained
 from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm
@@ -136,7 +130,7 @@ def bring_back(
         if record is not None and (_is_held(record) or record.state in PENDING_LIKE):
             return _go_on(run, state, record, slurm, file, asked)
         ending = record is not None and record.state is JobState.COMPLETING
-        if record is not None and not (ending and state.status in _AT_REST):
+        if record is not None and not (ending and state.status.is_at_rest):
             job, word = record.job_ref, record.state.value
             if ending:
                 return Brought(job, f"job {job} is ending: ask again in a moment", changed=False)
@@ -191,7 +185,7 @@ def _go_on(
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
     job = record.waiting_ref
     held = _is_held(record)
-    goes_on = not held and state.status not in _AT_REST and not run.stop_file.exists()
+    goes_on = not held and not state.status.is_at_rest and not run.stop_file.exists()
     if goes_on and not asked:
         return Brought(job, f"job {job} is {record.state.value} already", changed=False)
     if asked:
@@ -219,7 +213,6 @@ def _go_on(
 
 
 #: What a start that nobody asked for leaves as it is.
-_AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED})
 
 #: A person waits for the answer.
 _PATIENCE = timedelta(seconds=20)

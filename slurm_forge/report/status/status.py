@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
-from slurm_forge.report.status.advice import (
-    next_steps,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.report.status.advice import next_steps
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.run_status import (
     jobs_of,
     last_heard,
@@ -23,12 +19,8 @@ from slurm_forge.report.story.history import (
     History,
     tell,
 )
-from slurm_forge.report.story.pace_story import (
-    slow_now,
-)
-from slurm_forge.report.story.plan_text import (
-    planned,
-)
+from slurm_forge.report.story.pace_story import slow_now
+from slurm_forge.report.story.plan_text import planned
 from slurm_forge.report.story.story import (
     CheckpointStory,
     FailingSaves,
@@ -227,7 +219,7 @@ def _open(facts: RunFacts, state: RunState, status: RunStatus) -> tuple[str, ...
     if intent is not None:
         method, why = clean(intent.method, 60), clean(intent.reason, 200)
         found.append(f"{method} of job {clean(intent.job, 40)} ({why})")
-    rests = status in (RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED)
+    rests = status.is_at_rest
     if facts.stop_asked and not rests:
         found.append("the file STOP asks it to save, stop and stay away")
     if facts.save_asked:
