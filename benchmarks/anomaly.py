@@ -30,13 +30,9 @@ from slurm_forge.control.messages.protocol import (
     Propose,
     RequestKind,
 )
-from slurm_forge.recovery.monitor.loss_anomaly import (
-    announced,
-)
+from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import default_recovery
-from slurm_forge.training.instability.spike_monitor import (
-    SpikeWatch,
-)
+from slurm_forge.training.instability.spike_monitor import SpikeWatch
 
 Array = npt.NDArray[np.float64]
 #: Losses and norms of that many steps.

@@ -25,29 +25,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from benchmarks.checkpoint_ranks import Ranks, run_ranks
 from benchmarks.checkpoint_state import Size, training_state
 from benchmarks.tables import Section, paired_ratio, spread, table
-from slurm_forge.checkpoint.content.index import (
-    data_file,
-)
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read import (
-    shard_reader as shardread,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
+from slurm_forge.checkpoint.content.index import data_file
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read import shard_reader as shardread
+from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.direct_io import (
     PAGE,
     bypass_cache,
     round_up,
 )
-from slurm_forge.checkpoint.write.save import (
-    save_checkpoint,
-)
+from slurm_forge.checkpoint.write.save import save_checkpoint
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 

@@ -30,12 +30,8 @@ from benchmarks.checkpoint_state import Size, training_state
 from benchmarks.checkpoint_ways import Way, Ways
 from benchmarks.tables import Section, paired_ratio, spread, table
 from slurm_forge.checkpoint.collectives import Ranks as Exchange
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.write.plan import (
-    Planner,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.write.plan import Planner
 from slurm_forge.checkpoint.write.save import (
     CheckpointWriter,
     save_checkpoint,

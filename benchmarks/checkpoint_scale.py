@@ -41,9 +41,7 @@ from slurm_forge.checkpoint.write.plan import (
     choose,
     index_of,
 )
-from slurm_forge.checkpoint.write.planner import (
-    ForgeSavePlanner,
-)
+from slurm_forge.checkpoint.write.planner import ForgeSavePlanner
 
 __all__ = ["measure_scale"]
 

@@ -10,9 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.checkpoint_ranks import Ranks
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
 
 __all__ = ["Size", "local_part", "training_state"]
 

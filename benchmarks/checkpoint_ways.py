@@ -20,20 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from benchmarks.checkpoint_ranks import Ranks
 from benchmarks.checkpoint_state import local_part
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.direct_io import (
     PAGE,
     bypass_cache,
     round_up,
 )
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 

@@ -13,18 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_forge.training.core.loss import (
-    BatchLoss,
-)
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.step.buffer_snapshot import (
-    BufferSnapshot,
-)
+from slurm_forge.training.core.loss import BatchLoss
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     apply_gradients,
     drop_gradients,
@@ -33,9 +25,7 @@ from slurm_forge.training.step.gradient_norms import (
     Gradients,
     clip_factor,
 )
-from slurm_forge.training.step.step import (
-    Step,
-)
+from slurm_forge.training.step.step import Step
 
 __all__ = ["LOOPS", "Loop", "Way", "steps_of"]
 

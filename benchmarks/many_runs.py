@@ -14,12 +14,8 @@ from pathlib import Path
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.codec import Record, encode
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import Claim, RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence

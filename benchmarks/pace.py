@@ -24,28 +24,16 @@ import torch
 
 from benchmarks.tables import Machine, table, write_json
 from slurm_forge.control.hub import MemberView
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.protocol import (
     decode,
     encode,
 )
-from slurm_forge.control.messages.step_timing import (
-    Paced,
-)
-from slurm_forge.launch.conductor.straggler_monitor import (
-    Trends,
-)
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
-from slurm_forge.training.monitor.node_benchmark import (
-    HostTrial,
-)
-from slurm_forge.training.monitor.pace import (
-    Pacing,
-)
+from slurm_forge.control.messages.step_timing import Paced
+from slurm_forge.launch.conductor.straggler_monitor import Trends
+from slurm_forge.training.faults.injector import Injecting
+from slurm_forge.training.monitor.node_benchmark import HostTrial
+from slurm_forge.training.monitor.pace import Pacing
 
 _STEPS = 5000
 _EVERY_S = 15.0

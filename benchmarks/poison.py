@@ -30,9 +30,7 @@ from benchmarks.poison_facts import Ending, read_ending
 from benchmarks.poison_figure import figure
 from benchmarks.poison_train import Setup, Without, train_without
 from benchmarks.tables import Machine, table, write_json
-from slurm_forge.launch.local.runner import (
-    train_here,
-)
+from slurm_forge.launch.local.runner import train_here
 
 _BATCH = 8
 _WINDOW = 40

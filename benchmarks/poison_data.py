@@ -9,9 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from examples.tiny_gpt import CONTEXT, VOCABULARY, Text
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
+from slurm_forge.training.core.sample_order import SampleOrder
 
 __all__ = ["CHARACTERS", "HELD_OUT", "Garbage", "Poison", "Sample", "Samples"]
 

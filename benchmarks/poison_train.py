@@ -23,9 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import slurm_forge as forge
 from benchmarks.poison_data import CHARACTERS, HELD_OUT, Garbage, Poison, Sample, Samples
 from examples.tiny_gpt import Text, TinyGPT
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
+from slurm_forge.training.core.sample_order import SampleOrder
 
 __all__ = ["CURVE", "FINAL", "Setup", "Without", "train", "train_without"]
 

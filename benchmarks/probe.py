@@ -39,9 +39,7 @@ from slurm_forge.control.messages.protocol import (
     Beat,
     Message,
 )
-from slurm_forge.training.monitor.collective_probe import (
-    Probe,
-)
+from slurm_forge.training.monitor.collective_probe import Probe
 
 #: The default interval.
 _EVERY_S = 60.0

@@ -29,9 +29,7 @@ from benchmarks.tables import Machine, cell, paired_ratio, plain, spread, table,
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Record, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,

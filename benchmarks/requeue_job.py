@@ -15,15 +15,9 @@ from pathlib import Path
 
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted
-from slurm_forge.launch.requeue.requeue import (
-    Ladder,
-)
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
-from slurm_forge.recovery.policy.requeue_delay import (
-    sooner,
-)
+from slurm_forge.launch.requeue.requeue import Ladder
+from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment

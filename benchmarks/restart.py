@@ -54,9 +54,7 @@ from benchmarks.restart_timeline import (
 )
 from benchmarks.tables import Machine, write_json
 from slurm_forge.errors import ForgeError
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.testing.cluster import SlurmCluster
 
 #: Nobody waits longer for a start, nor for a preemption with its grace time and KillWait.

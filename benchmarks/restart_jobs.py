@@ -19,16 +19,12 @@ from benchmarks.journals import write_progress
 from benchmarks.marks import What, read_marks, script_line
 from benchmarks.restart_plain import Workload
 from benchmarks.restart_stock import StockTraining
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     submit_script,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import JobSpec, job_from_mapping

@@ -29,12 +29,8 @@ from slurm_forge.training.core.procfs import (
     children_of,
     read_process,
 )
-from slurm_forge.training.core.step_boundary import (
-    Boundaries,
-)
-from slurm_forge.training.monitor.client import (
-    begin_to_be_witnessed,
-)
+from slurm_forge.training.core.step_boundary import Boundaries
+from slurm_forge.training.monitor.client import begin_to_be_witnessed
 from slurm_forge.vocabulary.position import Position
 
 _STEPS = 4000

@@ -11,32 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slurm_forge.errors import ForgeError
-    from slurm_forge.launch.attach import (
-        attach,
-    )
-    from slurm_forge.launch.submit.api import (
-        submit,
-    )
-    from slurm_forge.launch.submitit.job import (
-        ForgeJob,
-    )
+    from slurm_forge.launch.attach import attach
+    from slurm_forge.launch.submit.api import submit
+    from slurm_forge.launch.submitit.job import ForgeJob
     from slurm_forge.spec import JobSpec
     from slurm_forge.training.core.duration import (
         Epochs,
         Steps,
     )
-    from slurm_forge.training.core.loss import (
-        Loss,
-    )
-    from slurm_forge.training.data.batches import (
-        Batch,
-    )
-    from slurm_forge.training.data.worker_shield import (
-        shield_worker,
-    )
-    from slurm_forge.training.loop.run import (
-        Run,
-    )
+    from slurm_forge.training.core.loss import Loss
+    from slurm_forge.training.data.batches import Batch
+    from slurm_forge.training.data.worker_shield import shield_worker
+    from slurm_forge.training.loop.run import Run
     from slurm_forge.vocabulary.decision import Decision, Incident
 
 __version__ = "0.1.0"

@@ -14,12 +14,8 @@ _MOST = 500
 
 def run_names(ctx: Any, incomplete: str) -> list[str]:
     """Runs in the folder that ``--runs`` names, or in the usual one."""
-    from slurm_forge.cli.run_choice import (
-        run_names as names,
-    )
-    from slurm_forge.cli.run_choice import (
-        runs_folder,
-    )
+    from slurm_forge.cli.run_choice import run_names as names
+    from slurm_forge.cli.run_choice import runs_folder
 
     found: list[str] = []
     # A shell that waits for an answer has no use for a complaint.
@@ -31,9 +27,7 @@ def run_names(ctx: Any, incomplete: str) -> list[str]:
 
 def site_names(incomplete: str) -> list[str]:
     """Sites of the package and of the user."""
-    from slurm_forge.cli.run_choice import (
-        site_places,
-    )
+    from slurm_forge.cli.run_choice import site_places
 
     found: tuple[str, ...] = ()
     with contextlib.suppress(Exception):

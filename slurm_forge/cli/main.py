@@ -14,46 +14,26 @@ from typing import Annotated
 
 import typer
 
-from slurm_forge.cli import (
-    requests as asking,
-)
-from slurm_forge.cli.checkpoints import (
-    checkpoints,
-)
-from slurm_forge.cli.checkpoints import (
-    export as exporting,
-)
+from slurm_forge.cli import requests as asking
+from slurm_forge.cli.checkpoints import checkpoints
+from slurm_forge.cli.checkpoints import export as exporting
 from slurm_forge.cli.cluster import (
     doctor,
     nodes,
     probe,
     sites,
 )
-from slurm_forge.cli.failure import (
-    ForgeGroup,
-)
-from slurm_forge.cli.observe import (
-    status as looking,
-)
-from slurm_forge.cli.observe import (
-    watch,
-)
+from slurm_forge.cli.failure import ForgeGroup
+from slurm_forge.cli.observe import status as looking
+from slurm_forge.cli.observe import watch
 from slurm_forge.cli.start import (
     config,
     policy,
 )
-from slurm_forge.cli.start import (
-    exec as executing,
-)
-from slurm_forge.cli.start import (
-    init as beginning,
-)
-from slurm_forge.cli.start import (
-    run as running,
-)
-from slurm_forge.cli.start import (
-    submit as submitting,
-)
+from slurm_forge.cli.start import exec as executing
+from slurm_forge.cli.start import init as beginning
+from slurm_forge.cli.start import run as running
+from slurm_forge.cli.start import submit as submitting
 
 __all__ = ["app", "main"]
 

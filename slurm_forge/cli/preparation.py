@@ -9,18 +9,10 @@ from pathlib import Path
 from slurm_forge.documents import Document, KeyPath, Place
 from slurm_forge.errors import ConfigError, RunDirectoryError
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.render.batch_script import (
-    asked_options,
-)
-from slurm_forge.launch.render.gpu_options import (
-    asked_of,
-)
-from slurm_forge.launch.render.setup_lines import (
-    refuse_traps,
-)
-from slurm_forge.launch.submit.entry_check import (
-    check_entry,
-)
+from slurm_forge.launch.render.batch_script import asked_options
+from slurm_forge.launch.render.gpu_options import asked_of
+from slurm_forge.launch.render.setup_lines import refuse_traps
+from slurm_forge.launch.submit.entry_check import check_entry
 from slurm_forge.launch.submit.submission import (
     create_run,
     job_script,

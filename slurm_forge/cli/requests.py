@@ -14,9 +14,7 @@ from slurm_forge.cli.completion import (
 )
 
 if TYPE_CHECKING:
-    from slurm_forge.launch.requeue.reconcile import (
-        Brought,
-    )
+    from slurm_forge.launch.requeue.reconcile import Brought
     from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["reconcile", "requeue", "save", "stop"]
@@ -92,9 +90,7 @@ def requeue(
       slurm-forge requeue tiny-gpt --mem 64G --exclude n3
       slurm-forge requeue 8812301 --time 2-00:00:00 --partition long
     """
-    from slurm_forge.cli.cluster.excluded_nodes_text import (
-        left_out_now,
-    )
+    from slurm_forge.cli.cluster.excluded_nodes_text import left_out_now
     from slurm_forge.cli.run_choice import (
         reference,
         site_places,
@@ -105,12 +101,8 @@ def requeue(
         Asked,
         changed,
     )
-    from slurm_forge.launch.requeue.reconcile import (
-        bring_back,
-    )
-    from slurm_forge.launch.submit.submission import (
-        run_state,
-    )
+    from slurm_forge.launch.requeue.reconcile import bring_back
+    from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.run_file import read_run_file
 
@@ -143,9 +135,7 @@ def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
       slurm-forge reconcile 8812301 --json
     """
     from slurm_forge.cli.run_of_job import meant
-    from slurm_forge.launch.requeue.reconcile import (
-        reconcile as carry_out,
-    )
+    from slurm_forge.launch.requeue.reconcile import reconcile as carry_out
     from slurm_forge.slurm.client import SubprocessSlurm
 
     found = meant(run, runs)
@@ -184,9 +174,7 @@ def stop(run: RunName, runs: Runs = None) -> None:
       slurm-forge stop tiny-gpt
       slurm-forge stop 8812301
     """
-    from slurm_forge.cli.run_choice import (
-        reference,
-    )
+    from slurm_forge.cli.run_choice import reference
     from slurm_forge.cli.run_of_job import meant
 
     found = meant(run, runs)
@@ -208,13 +196,9 @@ def stop(run: RunName, runs: Runs = None) -> None:
 
 def _job_in_queue(found: RunDirectory) -> str:
     """The run's job while it waits to be started, by Slurm or else by the journal; else empty."""
-    from slurm_forge.cli.observe.surroundings import (
-        ask_slurm,
-    )
+    from slurm_forge.cli.observe.surroundings import ask_slurm
     from slurm_forge.journal import RunStatus, fold, read_journal
-    from slurm_forge.report.story.queue_reason import (
-        job_to_ask_about,
-    )
+    from slurm_forge.report.story.queue_reason import job_to_ask_about
     from slurm_forge.slurm.states import PENDING_LIKE
 
     records, _ = read_journal(found)
@@ -237,9 +221,7 @@ def save(run: RunName, runs: Runs = None) -> None:
       slurm-forge save tiny-gpt
       slurm-forge save tiny-gpt --runs /scratch/me/runs
     """
-    from slurm_forge.cli.run_choice import (
-        reference,
-    )
+    from slurm_forge.cli.run_choice import reference
     from slurm_forge.cli.run_of_job import meant
 
     found = meant(run, runs)
@@ -260,9 +242,7 @@ def _note(found: RunDirectory, verb: str) -> None:
 
     from slurm_forge.errors import ForgeError
     from slurm_forge.journal.events import UserAsked
-    from slurm_forge.launch.submit.submission import (
-        note,
-    )
+    from slurm_forge.launch.submit.submission import note
     from slurm_forge.person import person
 
     with contextlib.suppress(OSError, ForgeError):

@@ -89,18 +89,14 @@ def reference(run: RunDirectory) -> str:
 
 def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
     """Where site files are looked for; what ``said`` and ``begun`` are, ``launch.sites`` says."""
-    from slurm_forge.launch.render.site_choice import (
-        site_places as places,
-    )
+    from slurm_forge.launch.render.site_choice import site_places as places
 
     return places(said, begun=begun)
 
 
 def node_ledger(site: Site, cluster: str | None) -> NodeLedger:
     """The node ledger: SLURM_FORGE_NODES, else the site's, else one of the user's own."""
-    from slurm_forge.launch.nodes.excluded_nodes import (
-        open_ledger,
-    )
+    from slurm_forge.launch.nodes.excluded_nodes import open_ledger
 
     knobs = Knobs.from_environ(process_environ())
     return open_ledger(knobs, cluster=cluster, of_site=site.node_ledger)

@@ -11,12 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slurm_forge.control.listener import Listener, Peer
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 
 __all__ = ["AgentEnd", "AgentView", "AgentsHub"]
 

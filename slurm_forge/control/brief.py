@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 
-from slurm_forge.control.messages.preflight import (
-    Thoroughness,
-)
+from slurm_forge.control.messages.preflight import Thoroughness
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow, Variable
 
 __all__ = ["BRIEF_KEY", "LaunchBrief"]

@@ -14,15 +14,9 @@ from dataclasses import dataclass, replace
 
 from slurm_forge.control.gathering import Gathering
 from slurm_forge.control.listener import Listener, Peer
-from slurm_forge.control.messages import (
-    protocol as p,
-)
-from slurm_forge.control.tcp.links import (
-    Connection,
-)
-from slurm_forge.control.tcp.own_connections import (
-    connection_of,
-)
+from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.tcp.links import Connection
+from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
 
 __all__ = [

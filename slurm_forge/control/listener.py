@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurm_forge.control.addresses import candidates, format_addresses, notice_dead_peer
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import ControlChannelError
 
 __all__ = ["Listener", "Peer"]

@@ -17,16 +17,12 @@ from collections.abc import Callable, Sequence
 from slurm_forge.control.addresses import connect
 from slurm_forge.control.clock_page import ProgressClock
 from slurm_forge.control.gathering import Agreement
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.tcp.links import (
     say_links,
     summarize,
 )
-from slurm_forge.control.tcp.own_connections import (
-    own_connections,
-)
+from slurm_forge.control.tcp.own_connections import own_connections
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 

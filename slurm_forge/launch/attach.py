@@ -26,26 +26,16 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.attempt.run_lock import (
-    present,
-)
-from slurm_forge.launch.attempt.unrecognized import (
-    note_unrecognized,
-)
+from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.command.signal_listener import (
     SentinelStep,
     sentinel_command,
     sentinel_environment,
 )
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.command_runs import (
-    open_run,
-)
-from slurm_forge.launch.submit.submission import (
-    note_asked,
-)
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.command_runs import open_run
+from slurm_forge.launch.submit.submission import note_asked
 from slurm_forge.launch.submitit.embedded import (
     Embedded,
     Rendezvous,

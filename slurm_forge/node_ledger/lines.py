@@ -13,9 +13,7 @@ from slurm_forge.recovery.nodes.exclusion import (
     Release,
     Strike,
 )
-from slurm_forge.slurm.text.nodelist import (
-    check_node_name,
-)
+from slurm_forge.slurm.text.nodelist import check_node_name
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Entry", "line_of", "parse_line", "parse_lines"]

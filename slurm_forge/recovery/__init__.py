@@ -4,8 +4,6 @@ from slurm_forge.recovery.incident.classify import (
     LaunchFacts,
     classify,
 )
-from slurm_forge.recovery.policy.decide import (
-    decide,
-)
+from slurm_forge.recovery.policy.decide import decide
 
 __all__ = ["LaunchFacts", "classify", "decide"]

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, tzinfo
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.text.nodelist import (
-    fold_nodes,
-)
+from slurm_forge.slurm.text.nodelist import fold_nodes
 
 __all__ = [
     "ago",

@@ -14,9 +14,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 
 __all__ = ["Contract", "contract_of", "goes_by_qos", "preemption_of", "preemption_of_qos"]
 

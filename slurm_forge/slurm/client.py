@@ -31,9 +31,7 @@ from slurm_forge.slurm.text.answers import (
     is_unreachable,
     requeue_outcome,
 )
-from slurm_forge.slurm.text.nodelist import (
-    fold_nodes,
-)
+from slurm_forge.slurm.text.nodelist import fold_nodes
 from slurm_forge.slurm.text.parsing import (
     ACCOUNTING_FIELDS,
     QUEUE_FORMAT,

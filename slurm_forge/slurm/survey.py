@@ -32,9 +32,7 @@ from slurm_forge.slurm.text.json_answers import (
     json_partitions,
     json_qos,
 )
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.slurm.text.parsing import (
     parse_config,
     parse_partitions,

@@ -21,15 +21,9 @@ from slurm_forge.checkpoint.content.tensors import (
     new_target,
     saved_tensors,
 )
-from slurm_forge.checkpoint.read.load import (
-    read_index,
-)
-from slurm_forge.checkpoint.read.shard_reader import (
-    ShardReader,
-)
-from slurm_forge.checkpoint.write.planner import (
-    ForgeLoadPlanner,
-)
+from slurm_forge.checkpoint.read.load import read_index
+from slurm_forge.checkpoint.read.shard_reader import ShardReader
+from slurm_forge.checkpoint.write.planner import ForgeLoadPlanner
 from slurm_forge.errors import CheckpointMissingError
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file

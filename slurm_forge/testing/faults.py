@@ -22,9 +22,7 @@ import torch
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.spec.faults import Fault, FaultKind, Target
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
+from slurm_forge.training.faults.injector import Injecting
 
 __all__ = ["Fault", "FaultKind", "Faults", "Target"]
 

@@ -18,9 +18,7 @@ from collections import Counter
 import pytest
 import torch
 
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.errors import CheckpointError, FencedError
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt, list_claims
 from slurm_forge.store.directory import CheckpointStore

@@ -15,12 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurm_forge.checkpoint.read import (
-    shard_reader as shardread,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.read import shard_reader as shardread
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.identity import CheckpointName
 from tests.corruption.bench import NEWEST, OLDER, Bench, Shape, Verdict, catalogue

@@ -17,12 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.save import (
     CheckpointWriter,
     save_checkpoint,

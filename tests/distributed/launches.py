@@ -33,21 +33,11 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.schedule import (
-    timing,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.schedule import timing
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
@@ -58,9 +48,7 @@ from slurm_forge.training.rank.main import (
     RankPlace,
     run_rank,
 )
-from slurm_forge.training.rank.main import (
-    main as worker_main,
-)
+from slurm_forge.training.rank.main import main as worker_main
 from slurm_forge.vocabulary.decision import Decision
 from tests.distributed.ranks import Outcome as HowItEnded
 from tests.distributed.ranks import RankGroup, start_ranks

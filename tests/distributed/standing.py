@@ -26,29 +26,17 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.rank_environment import (
-    for_launch,
-)
-from slurm_forge.launch.render.schedule import (
-    timing,
-)
-from slurm_forge.launch.supervisor.agent_launch import (
-    AgentsLaunch,
-)
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.rank_environment import for_launch
+from slurm_forge.launch.render.schedule import timing
+from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch
 from slurm_forge.launch.supervisor.job_step import (
     StandingStep,
     StepOptions,
 )
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.policy.start_mode import (
-    start_after,
-)
+from slurm_forge.recovery.policy.start_mode import start_after
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.vocabulary.decision import Decision, Start

@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.launch.attach import (
-    STOPPED,
-)
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.attach import STOPPED
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from tests.strange import not_understood, strange_task

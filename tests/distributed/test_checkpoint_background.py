@@ -13,24 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
-from slurm_forge.checkpoint.write.copying import (
-    Copier,
-)
-from slurm_forge.checkpoint.write.pending_save import (
-    Flight,
-)
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.write.arena import Arena
+from slurm_forge.checkpoint.write.copying import Copier
+from slurm_forge.checkpoint.write.pending_save import Flight
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError, FencedError, RanksLostError, StorageFullError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName

@@ -14,21 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read import (
-    load,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume as resume_newest,
-)
-from slurm_forge.checkpoint.write import (
-    shard_writer as shardfile,
-)
-from slurm_forge.checkpoint.write.save import (
-    save_checkpoint,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read import load
+from slurm_forge.checkpoint.read.load import resume as resume_newest
+from slurm_forge.checkpoint.write import shard_writer as shardfile
+from slurm_forge.checkpoint.write.save import save_checkpoint
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,

@@ -12,21 +12,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
-from slurm_forge.checkpoint.write import (
-    save as save_module,
-)
-from slurm_forge.checkpoint.write.plan import (
-    Planner,
-)
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.write import save as save_module
+from slurm_forge.checkpoint.write.plan import Planner
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName

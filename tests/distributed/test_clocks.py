@@ -15,9 +15,7 @@ from torch.utils.data import TensorDataset
 
 import slurm_forge as forge
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust

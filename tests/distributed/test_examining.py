@@ -17,22 +17,14 @@ from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.diagnosis import (
     Examiner,
     Generators,
 )
-from slurm_forge.training.step.buffer_snapshot import (
-    BufferSnapshot,
-)
-from slurm_forge.training.step.gradient_guard import (
-    apply_gradients,
-)
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
+from slurm_forge.training.step.gradient_guard import apply_gradients
 from tests.distributed.ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.distributed

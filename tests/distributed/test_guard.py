@@ -22,9 +22,7 @@ from slurm_forge.training.step.gradient_guard import (
     apply_gradients,
     skips_on_device,
 )
-from slurm_forge.training.step.gradient_norms import (
-    parameter_names,
-)
+from slurm_forge.training.step.gradient_norms import parameter_names
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

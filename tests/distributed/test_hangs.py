@@ -14,14 +14,10 @@ import torch
 import torch.distributed as dist
 
 import slurm_forge as forge
-from slurm_forge.checkpoint.write import (
-    shard_writer as shardfile,
-)
+from slurm_forge.checkpoint.write import shard_writer as shardfile
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import StallSeen
-from slurm_forge.launch.conductor import (
-    hang_watchdog as watchdog_module,
-)
+from slurm_forge.launch.conductor import hang_watchdog as watchdog_module
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Incident

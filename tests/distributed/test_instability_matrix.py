@@ -30,24 +30,16 @@ from slurm_forge.checkpoint.content.tensors import (
     new_target,
     saved_tensors,
 )
-from slurm_forge.checkpoint.read.load import (
-    read_index,
-)
-from slurm_forge.checkpoint.read.shard_reader import (
-    ShardReader,
-)
-from slurm_forge.checkpoint.write.planner import (
-    ForgeLoadPlanner,
-)
+from slurm_forge.checkpoint.read.load import read_index
+from slurm_forge.checkpoint.read.shard_reader import ShardReader
+from slurm_forge.checkpoint.write.planner import ForgeLoadPlanner
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import CheckpointJudged
 from slurm_forge.journal.fold import in_order
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.rank.main import Outcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust

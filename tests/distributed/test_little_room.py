@@ -16,14 +16,10 @@ from torch.utils.data import TensorDataset
 import slurm_forge as forge
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import CheckpointFailed
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.room import Room
-from slurm_forge.training.checkpointing import (
-    retention as housekeeping,
-)
+from slurm_forge.training.checkpointing import retention as housekeeping
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

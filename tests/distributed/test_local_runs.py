@@ -30,23 +30,17 @@ from slurm_forge.launch.local.runner import (
     run_locally,
     train_here,
 )
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.faults import Faults
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
+from slurm_forge.training.core.sample_order import SampleOrder
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import Samples, _Record, build, consumed, told_variables

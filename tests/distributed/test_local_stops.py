@@ -19,9 +19,7 @@ from torch.utils.data import TensorDataset
 import slurm_forge as forge
 from slurm_forge.journal import JournalWriter, RunStatus
 from slurm_forge.journal.events import AttemptStarted
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt, newest_claim
 from slurm_forge.vocabulary.cause import Cause
 

@@ -11,18 +11,12 @@ from unittest import mock
 import pytest
 
 import slurm_forge as forge
-from slurm_forge.control.messages.preflight import (
-    Check,
-)
+from slurm_forge.control.messages.preflight import Check
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.conductor import (
-    preflight_monitor as hub_side,
-)
+from slurm_forge.launch.conductor import preflight_monitor as hub_side
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.preflight import (
-    child as preflight_child,
-)
+from slurm_forge.training.preflight import child as preflight_child
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 from tests.distributed.launches import Gate, Launch, launched, new_run

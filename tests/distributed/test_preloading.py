@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 
-from slurm_forge.training.rank.preload import (
-    why_not_forkable,
-)
+from slurm_forge.training.rank.preload import why_not_forkable
 
 _ASK = """
 import ctypes, os, sys

@@ -21,12 +21,8 @@ from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import ProbeMeasured, ProbeOff
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
-from slurm_forge.training.core import (
-    process_group,
-)
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.core import process_group
+from slurm_forge.training.rank.main import Outcome
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import launched, new_run, state_of

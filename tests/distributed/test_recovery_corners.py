@@ -27,15 +27,9 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
     announce,
 )
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.loop.batch_loop import (
-    Feeding,
-)
-from slurm_forge.training.loop.recovery import (
-    Recovering,
-)
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.loop.batch_loop import Feeding
+from slurm_forge.training.loop.recovery import Recovering
+from slurm_forge.training.rank.main import Outcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.plan import SampleWindow

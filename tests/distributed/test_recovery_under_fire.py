@@ -40,15 +40,9 @@ from slurm_forge.training.core.sample_order import (
     SampleOrder,
     Windows,
 )
-from slurm_forge.training.data.batches import (
-    BatchSource,
-)
-from slurm_forge.training.loop.save_schedule import (
-    Saves,
-)
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.data.batches import BatchSource
+from slurm_forge.training.loop.save_schedule import Saves
+from slurm_forge.training.rank.main import Outcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust

@@ -27,12 +27,8 @@ from torch.optim.swa_utils import AveragedModel
 import slurm_forge as forge
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.core.sample_order import SampleOrder
+from slurm_forge.training.rank.main import Outcome
 from tests.distributed.launches import Gate, launched, new_run, newest_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]

@@ -17,9 +17,7 @@ from torch import nn
 
 import slurm_forge as forge
 from slurm_forge.control import RequestKind
-from slurm_forge.control.messages.protocol import (
-    Propose,
-)
+from slurm_forge.control.messages.protocol import Propose
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.monitor.loss_anomaly import (
@@ -28,12 +26,8 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
-from slurm_forge.training.loop.batch_loop import (
-    Feeding,
-)
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.loop.batch_loop import Feeding
+from slurm_forge.training.rank.main import Outcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust

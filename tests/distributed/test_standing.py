@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.spec import job_from_mapping

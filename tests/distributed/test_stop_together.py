@@ -30,12 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
-from slurm_forge.training.rank.main import (
-    Outcome,
-)
+from slurm_forge.training.core.sample_order import SampleOrder
+from slurm_forge.training.rank.main import Outcome
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import (
     Gate,

@@ -12,9 +12,7 @@ import pytest
 
 from slurm_forge.journal import RunStatus, read_journal
 from slurm_forge.journal.events import Logged, Resumed
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]

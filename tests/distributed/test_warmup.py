@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_forge.training.core import (
-    rng,
-)
+from slurm_forge.training.core import rng
 from slurm_forge.training.step.ddp_warmup import (
     Buckets,
     settle_ddp_buckets,

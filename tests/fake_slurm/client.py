@@ -26,9 +26,7 @@ from slurm_forge.slurm.text.answers import (
     RequeueReply,
     requeue_outcome,
 )
-from slurm_forge.slurm.text.nodelist import (
-    fold_nodes,
-)
+from slurm_forge.slurm.text.nodelist import fold_nodes
 from slurm_forge.testing.cluster.spec import PartitionSpec
 from tests.fake_slurm.arguments import Refused, parse_sbatch, sbatch_lines
 from tests.fake_slurm.controller import Controller

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, QueueRecord
 from slurm_forge.slurm.states import TERMINAL, JobState
-from slurm_forge.slurm.text.nodelist import (
-    fold_nodes,
-)
+from slurm_forge.slurm.text.nodelist import fold_nodes
 from tests.fake_slurm.arguments import Asked
 from tests.fake_slurm.clock import Timer
 from tests.fake_slurm.programs import Start

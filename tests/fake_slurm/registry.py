@@ -8,9 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.slurm.text.array_tasks import (
-    tasks_of,
-)
+from slurm_forge.slurm.text.array_tasks import tasks_of
 from tests.fake_slurm.arguments import Asked, Refused
 from tests.fake_slurm.clock import Timer, VirtualClock
 from tests.fake_slurm.job import FakeJob

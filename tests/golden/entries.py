@@ -28,15 +28,9 @@ from slurm_forge.checkpoint.content.shard_layout import (
     Place,
     Shard,
 )
-from slurm_forge.control.messages import (
-    agent as agents,
-)
-from slurm_forge.control.messages import (
-    protocol,
-)
-from slurm_forge.control.messages.live import (
-    Told as LiveTold,
-)
+from slurm_forge.control.messages import agent as agents
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.live import Told as LiveTold
 from slurm_forge.control.messages.live import (
     hear,
     line_of,

@@ -24,9 +24,7 @@ import slurm_forge as forge
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import IncidentSeen
 from slurm_forge.journal.paces import StragglerSeen
-from slurm_forge.launch.conductor import (
-    hang_watchdog as watchdog_module,
-)
+from slurm_forge.launch.conductor import hang_watchdog as watchdog_module
 from tests.distributed.launches import Launch, launched, new_run, state_of
 from tests.netbed.bed import Netbed
 

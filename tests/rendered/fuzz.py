@@ -18,20 +18,12 @@ from typing import Any
 
 from slurm_forge.documents import build_plain
 from slurm_forge.errors import ForgeError
-from slurm_forge.launch.render.batch_script import (
-    render,
-)
-from slurm_forge.launch.render.launch_command import (
-    payload,
-)
-from slurm_forge.launch.submit.submission import (
-    run_file,
-)
+from slurm_forge.launch.render.batch_script import render
+from slurm_forge.launch.render.launch_command import payload
+from slurm_forge.launch.submit.submission import run_file
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
-from slurm_forge.slurm.text.directives import (
-    read_directives,
-)
+from slurm_forge.slurm.text.directives import read_directives
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from tests.rendered.bench import Bench

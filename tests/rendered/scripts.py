@@ -13,12 +13,8 @@ from slurm_forge.launch.render.batch_script import (
     asked_options,
     render,
 )
-from slurm_forge.launch.render.gpu_options import (
-    asked_of,
-)
-from slurm_forge.launch.submit.submission import (
-    run_file,
-)
+from slurm_forge.launch.render.gpu_options import asked_of
+from slurm_forge.launch.submit.submission import run_file
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.loading import SitePlaces, packaged_folder
 from slurm_forge.site.model import Site

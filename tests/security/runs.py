@@ -10,9 +10,7 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch.attempt.run_lock import (
-    present,
-)
+from slurm_forge.launch.attempt.run_lock import present
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.store.directory import CheckpointStore
 from tests.unit.checkpoint.helpers import save, weights

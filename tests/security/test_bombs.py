@@ -7,12 +7,8 @@ import json
 
 import pytest
 
-from slurm_forge.checkpoint.content.index import (
-    Index,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.content.index import Index
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.errors import CheckpointRejectedError, UnsafeFileError
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.store.manifest import Manifest

@@ -17,12 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurm_forge.checkpoint.read.dcp_metadata import (
-    parse_metadata,
-)
-from slurm_forge.checkpoint.write.planner import (
-    ForgeLoadPlanner,
-)
+from slurm_forge.checkpoint.read.dcp_metadata import parse_metadata
+from slurm_forge.checkpoint.write.planner import ForgeLoadPlanner
 from slurm_forge.errors import CheckpointRejectedError
 from tests.security.bounded import bounded
 

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.errors import CheckpointError, UnsafeFileError
 from slurm_forge.files import read_trusted
 from slurm_forge.store.directory import CheckpointStore

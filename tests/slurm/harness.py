@@ -18,17 +18,13 @@ import submitit
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import Event
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,
     submit_script,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import SubprocessSlurm

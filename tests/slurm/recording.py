@@ -18,9 +18,7 @@ from slurm_forge.slurm.text.parsing import (
     ACCOUNTING_FIELDS,
     QUEUE_FORMAT,
 )
-from slurm_forge.slurm.text.sinfo import (
-    SINFO_FORMAT,
-)
+from slurm_forge.slurm.text.sinfo import SINFO_FORMAT
 from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 
 DATA = Path(__file__).resolve().parents[1] / "unit" / "slurm" / "data"

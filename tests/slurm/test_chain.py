@@ -10,9 +10,7 @@ import pytest
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import RequeueDone
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.site.model import Site
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause

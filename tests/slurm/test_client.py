@@ -21,9 +21,7 @@ from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.process import Completed, run_command
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
-)
+from slurm_forge.slurm.text.answers import RequeueOutcome
 from slurm_forge.slurm.text.nodelist import (
     expand_nodes,
     fold_nodes,

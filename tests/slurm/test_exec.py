@@ -11,9 +11,7 @@ import pytest
 
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import Note, NoticeSeen
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,

@@ -10,9 +10,7 @@ import pytest
 
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.testing.cluster import SlurmCluster
 from tests.slurm.fake_worlds import (
     FakeWorld,

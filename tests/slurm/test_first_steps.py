@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause

@@ -7,29 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.observe.run_reading import (
-    gather,
-)
+from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.journal.events import LaunchStarted, NodesStruck
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes.excluded_nodes import (
-    leaving_now,
-)
+from slurm_forge.launch.nodes.excluded_nodes import leaving_now
 from slurm_forge.node_ledger import NodeLedger
-from slurm_forge.recovery.nodes.exclusion import (
-    Strike,
-)
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
+from slurm_forge.recovery.nodes.exclusion import Strike
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.explain.explain_text import explain_text
 from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Incident

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.cluster import SlurmCluster

@@ -15,20 +15,12 @@ import pytest
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunStatus
-from slurm_forge.launch.render.batch_script import (
-    render,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.render.batch_script import render
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import features_of
-from slurm_forge.slurm.text.directives import (
-    read_directives,
-)
+from slurm_forge.slurm.text.directives import read_directives
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.testing.cluster.spec import PartitionPreemption, PartitionSpec

@@ -19,9 +19,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.launch.requeue.reconcile import (
-    reconcile,
-)
+from slurm_forge.launch.requeue.reconcile import reconcile
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec.run_file import read_run_file

@@ -12,29 +12,19 @@ import submitit
 from submitit.slurm.slurm import SlurmJob
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.launch.render.batch_script import (
-    leave_out,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.requeue.reconcile import (
-    bring_back,
-)
+from slurm_forge.launch.render.batch_script import leave_out
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.submit.submission import (
     create_run,
     job_script,
     submit_script,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.testing.cluster import SlurmCluster

@@ -11,9 +11,7 @@ import pytest
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import CheckpointCommitted, Note, NoticeSeen, Resumed
-from slurm_forge.launch.requeue.reconcile import (
-    reconcile,
-)
+from slurm_forge.launch.requeue.reconcile import reconcile
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.testing.cluster import SlurmCluster

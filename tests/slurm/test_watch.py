@@ -19,9 +19,7 @@ from slurm_forge.journal.events import (
     RequeueDone,
     RequeueIntended,
 )
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     job_script,

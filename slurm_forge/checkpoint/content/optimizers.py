@@ -25,9 +25,7 @@ from slurm_forge.checkpoint.content.json_state import (
     escape,
     unescape,
 )
-from slurm_forge.checkpoint.content.models import (
-    ParameterName,
-)
+from slurm_forge.checkpoint.content.models import ParameterName
 from slurm_forge.checkpoint.content.tensors import (
     Tensors,
     check_savable,

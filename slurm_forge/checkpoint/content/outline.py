@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from slurm_forge.checkpoint.content.json_state import (
-    escape,
-)
+from slurm_forge.checkpoint.content.json_state import escape
 from slurm_forge.checkpoint.content.models import (
     ParameterName,
     wrapped_attribute,

@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from slurm_forge.checkpoint.content.health import (
-    NOTES,
-)
+from slurm_forge.checkpoint.content.health import NOTES
 from slurm_forge.checkpoint.content.json_state import (
     SaveTensor,
     decode,

@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from slurm_forge.checkpoint.content.tensors import (
-    some,
-)
+from slurm_forge.checkpoint.content.tensors import some
 from slurm_forge.checkpoint.export.export_files import (
     Described,
     Format,
@@ -32,18 +30,10 @@ from slurm_forge.checkpoint.export.tensor_names import (
     names_of_plain,
     names_of_run,
 )
-from slurm_forge.checkpoint.read.load import (
-    read_index,
-)
-from slurm_forge.checkpoint.read.plain_dcp import (
-    PlainDcp,
-)
-from slurm_forge.checkpoint.read.shard_reader import (
-    ShardReader,
-)
-from slurm_forge.checkpoint.write.planner import (
-    ForgeLoadPlanner,
-)
+from slurm_forge.checkpoint.read.load import read_index
+from slurm_forge.checkpoint.read.plain_dcp import PlainDcp
+from slurm_forge.checkpoint.read.shard_reader import ShardReader
+from slurm_forge.checkpoint.write.planner import ForgeLoadPlanner
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, ForgeError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName

@@ -6,9 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from slurm_forge.checkpoint.content.json_state import (
-    unescape,
-)
+from slurm_forge.checkpoint.content.json_state import unescape
 from slurm_forge.errors import CheckpointError
 
 __all__ = ["names_of_plain", "names_of_run"]

@@ -27,12 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slurm_forge.checkpoint.content.shard_layout import (
-    tiles,
-)
-from slurm_forge.checkpoint.read.restricted_unpickler import (
-    read_restricted,
-)
+from slurm_forge.checkpoint.content.shard_layout import tiles
+from slurm_forge.checkpoint.read.restricted_unpickler import read_restricted
 from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.manifest import plain_name, rejected
 

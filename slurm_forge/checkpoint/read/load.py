@@ -23,19 +23,13 @@ from slurm_forge.checkpoint.content.index import (
     INDEX_LIMIT,
     Index,
 )
-from slurm_forge.checkpoint.content.json_state import (
-    decode,
-)
+from slurm_forge.checkpoint.content.json_state import decode
 from slurm_forge.checkpoint.content.training_state import (
     LoadTarget,
     TrainingState,
 )
-from slurm_forge.checkpoint.read.shard_reader import (
-    ShardReader,
-)
-from slurm_forge.checkpoint.write.planner import (
-    ForgeLoadPlanner,
-)
+from slurm_forge.checkpoint.read.shard_reader import ShardReader
+from slurm_forge.checkpoint.write.planner import ForgeLoadPlanner
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,

@@ -16,16 +16,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from slurm_forge.checkpoint.content.index import (
-    Index,
-)
+from slurm_forge.checkpoint.content.index import Index
 from slurm_forge.checkpoint.content.shard_layout import (
     Place,
     Shard,
 )
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
+from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.direct_io import (
     NOT_DIRECT,
     PAGE,
@@ -33,9 +29,7 @@ from slurm_forge.checkpoint.write.direct_io import (
     round_up,
     through_cache,
 )
-from slurm_forge.checkpoint.write.shard_writer import (
-    hash_blocks,
-)
+from slurm_forge.checkpoint.write.shard_writer import hash_blocks
 from slurm_forge.store.blocks import open_entry
 from slurm_forge.store.manifest import FileEntry, Manifest, rejected
 

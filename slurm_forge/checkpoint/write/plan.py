@@ -44,12 +44,8 @@ from slurm_forge.checkpoint.content.shard_layout import (
     Shard,
     lay_out,
 )
-from slurm_forge.checkpoint.content.training_state import (
-    Captured,
-)
-from slurm_forge.checkpoint.write.planner import (
-    ForgeSavePlanner,
-)
+from slurm_forge.checkpoint.content.training_state import Captured
+from slurm_forge.checkpoint.write.planner import ForgeSavePlanner
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 

@@ -26,20 +26,14 @@ from slurm_forge.checkpoint.content.health import (
     unhealthy,
     unhealthy_here,
 )
-from slurm_forge.checkpoint.content.index import (
-    data_file,
-)
-from slurm_forge.checkpoint.content.tensors import (
-    local_part,
-)
+from slurm_forge.checkpoint.content.index import data_file
+from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import (
     Captured,
     Known,
     TrainingState,
 )
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
+from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.copying import (
     Copier,
     Filling,
@@ -63,9 +57,7 @@ from slurm_forge.checkpoint.write.sealing import (
     same_shape,
     sealed,
 )
-from slurm_forge.checkpoint.write.shard_writer import (
-    write_shard_file,
-)
+from slurm_forge.checkpoint.write.shard_writer import write_shard_file
 from slurm_forge.checkpoint.write.shares import (
     copies,
     share_of,

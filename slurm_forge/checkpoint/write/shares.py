@@ -9,18 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from slurm_forge.checkpoint.content.health import (
-    NOTES,
-)
-from slurm_forge.checkpoint.content.tensors import (
-    local_part,
-)
-from slurm_forge.checkpoint.content.training_state import (
-    Captured,
-)
-from slurm_forge.checkpoint.write.plan import (
-    Plan,
-)
+from slurm_forge.checkpoint.content.health import NOTES
+from slurm_forge.checkpoint.content.tensors import local_part
+from slurm_forge.checkpoint.content.training_state import Captured
+from slurm_forge.checkpoint.write.plan import Plan
 
 __all__ = ["copies", "share_of"]
 

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.checkpoints import (
-    export as exporting,
-)
-from slurm_forge.cli.checkpoints import (
-    prune as deleting,
-)
+from slurm_forge.cli.checkpoints import export as exporting
+from slurm_forge.cli.checkpoints import prune as deleting
 from slurm_forge.cli.checkpoints.run_checkpoints import (
     AsJson,
     Opened,
@@ -27,9 +23,7 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slurm_forge.cli.checkpoints.disk import (
-        Verdict,
-    )
+    from slurm_forge.cli.checkpoints.disk import Verdict
     from slurm_forge.store.identity import CheckpointName
     from slurm_forge.vocabulary.trust import Trust
 
@@ -99,12 +93,8 @@ def list_(run: RunName, json: AsJson = False, runs: Runs = None) -> None:
       slurm-forge checkpoints list tiny-gpt
       slurm-forge checkpoints list tiny-gpt --json
     """
-    from slurm_forge.cli.checkpoints.disk import (
-        look,
-    )
-    from slurm_forge.cli.run_choice import (
-        reference,
-    )
+    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.run_choice import reference
     from slurm_forge.report.checkpoints import list_checkpoints
     from slurm_forge.report.checkpoints_text import checkpoints_text
     from slurm_forge.report.encoding import to_json
@@ -144,15 +134,9 @@ def verify(
       slurm-forge checkpoints verify tiny-gpt
       slurm-forge checkpoints verify tiny-gpt latest
     """
-    from slurm_forge.cli.checkpoints.disk import (
-        look,
-    )
-    from slurm_forge.cli.checkpoints.names import (
-        meant,
-    )
-    from slurm_forge.cli.failure import (
-        INTERRUPTED,
-    )
+    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.names import meant
+    from slurm_forge.cli.failure import INTERRUPTED
     from slurm_forge.report.encoding import to_json
 
     opened = open_run(run, runs)
@@ -199,9 +183,7 @@ def promote(
       slurm-forge checkpoints promote tiny-gpt latest --reason "measured"
       slurm-forge checkpoints promote tiny-gpt 1200 --reason "loss is fine"
     """
-    from slurm_forge.cli.checkpoints.disk import (
-        read_all,
-    )
+    from slurm_forge.cli.checkpoints.disk import read_all
     from slurm_forge.errors import CheckpointError
     from slurm_forge.vocabulary.trust import Trust
 
@@ -242,21 +224,15 @@ def suspect(
 
 
 def _meant(opened: Opened, wanted: str) -> CheckpointName:
-    from slurm_forge.cli.checkpoints.disk import (
-        look,
-    )
-    from slurm_forge.cli.checkpoints.names import (
-        meant,
-    )
+    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.names import meant
 
     return meant(wanted, opened.state, look(opened.store)[0])
 
 
 def _verified(opened: Opened, name: CheckpointName) -> Read:
     """Read it and write down what was found."""
-    from slurm_forge.cli.checkpoints.disk import (
-        read_all,
-    )
+    from slurm_forge.cli.checkpoints.disk import read_all
     from slurm_forge.journal.events import CheckpointJudged
     from slurm_forge.vocabulary.trust import Trust
 

@@ -17,9 +17,7 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
     Runs,
     open_run,
 )
-from slurm_forge.cli.completion import (
-    run_names,
-)
+from slurm_forge.cli.completion import run_names
 from slurm_forge.process import process_words
 
 __all__ = ["export"]
@@ -124,12 +122,8 @@ def export(
 
 
 def _of_run(run: str, checkpoint: str, runs: Path | None) -> list[str]:
-    from slurm_forge.cli.checkpoints.disk import (
-        look,
-    )
-    from slurm_forge.cli.checkpoints.names import (
-        meant,
-    )
+    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.names import meant
 
     opened = open_run(run, runs)
     name = meant(checkpoint, opened.state, look(opened.store)[0])

@@ -19,9 +19,7 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from slurm_forge.cli.checkpoints.prune_selection import (
-        PrunePlan,
-    )
+    from slurm_forge.cli.checkpoints.prune_selection import PrunePlan
     from slurm_forge.errors import RunDirectoryError
     from slurm_forge.report.checkpoints import Found
     from slurm_forge.store.identity import CheckpointName
@@ -73,12 +71,8 @@ def prune(
       slurm-forge checkpoints prune tiny-gpt --dry-run
       slurm-forge checkpoints prune tiny-gpt --keep-last 2
     """
-    from slurm_forge.cli.checkpoints.disk import (
-        look,
-    )
-    from slurm_forge.cli.checkpoints.prune_selection import (
-        plan_prune,
-    )
+    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.prune_selection import plan_prune
     from slurm_forge.run_directory import list_claims
 
     opened = open_run(run, runs)
@@ -108,18 +102,14 @@ def prune(
 def _is_running(opened: Opened) -> bool:
     """Whether its ranks may be alive, as far as can be told from here."""
     from slurm_forge.journal import RunStatus
-    from slurm_forge.launch.attempt.run_lock import (
-        left,
-    )
+    from slurm_forge.launch.attempt.run_lock import left
 
     return opened.state.status is RunStatus.RUNNING and not left(opened.run, opened.state.job)
 
 
 def _refused(opened: Opened) -> RunDirectoryError:
     """A run prunes its own; what it is reading at the moment, nobody else knows."""
-    from slurm_forge.cli.run_choice import (
-        reference,
-    )
+    from slurm_forge.cli.run_choice import reference
     from slurm_forge.errors import RunDirectoryError
 
     return RunDirectoryError(

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    run_names,
-)
+from slurm_forge.cli.completion import run_names
 
 if TYPE_CHECKING:
     from slurm_forge.journal import RunState
@@ -48,9 +46,7 @@ class Opened:
 
 def open_run(run: str, runs: Path | None) -> Opened:
     """The run that a person means."""
-    from slurm_forge.cli.run_choice import (
-        find_run,
-    )
+    from slurm_forge.cli.run_choice import find_run
     from slurm_forge.journal import fold, read_journal
     from slurm_forge.spec.run_file import read_run_file
     from slurm_forge.store.directory import CheckpointStore

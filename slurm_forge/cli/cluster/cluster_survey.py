@@ -12,24 +12,14 @@ from datetime import timedelta
 from importlib import metadata, util
 from pathlib import Path
 
-from slurm_forge.cli.run_choice import (
-    run_names,
-)
+from slurm_forge.cli.run_choice import run_names
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, fold, read_journal
-from slurm_forge.launch.render.save_history import (
-    seen_in,
-)
+from slurm_forge.launch.render.save_history import seen_in
 from slurm_forge.person import person
-from slurm_forge.recovery.policy.save_interval import (
-    advised_interval,
-)
-from slurm_forge.report.doctor.slurm_section import (
-    Machine,
-)
-from slurm_forge.report.doctor.storage_section import (
-    StorageFacts,
-)
+from slurm_forge.recovery.policy.save_interval import advised_interval
+from slurm_forge.report.doctor.slurm_section import Machine
+from slurm_forge.report.doctor.storage_section import StorageFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.storage import storage_at

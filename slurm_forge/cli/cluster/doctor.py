@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
+from slurm_forge.cli.completion import site_names
 
 if TYPE_CHECKING:
-    from slurm_forge.cli.preparation import (
-        Checked,
-    )
-    from slurm_forge.launch.render.prediction import (
-        Foreseen,
-    )
+    from slurm_forge.cli.preparation import Checked
+    from slurm_forge.launch.render.prediction import Foreseen
     from slurm_forge.report.doctor.sections import (
         PlaceShown,
         Section,
@@ -137,9 +131,7 @@ def doctor(
 
         typer.echo(to_json(checkup))
     else:
-        from slurm_forge.report.doctor.doctor_text import (
-            doctor_text,
-        )
+        from slurm_forge.report.doctor.doctor_text import doctor_text
 
         typer.echo(doctor_text(checkup.sections), nl=False)
     status = _status(checkup)
@@ -155,9 +147,7 @@ def _examine(
     account: str | None,
     runs: Path | None,
 ) -> Checkup:
-    from slurm_forge.cli.cluster import (
-        cluster_survey as examining,
-    )
+    from slurm_forge.cli.cluster import cluster_survey as examining
     from slurm_forge.cli.run_choice import (
         from_here,
         runs_folder,
@@ -167,9 +157,7 @@ def _examine(
         Asked,
         foreseen,
     )
-    from slurm_forge.recovery.policy.save_interval import (
-        advised_interval,
-    )
+    from slurm_forge.recovery.policy.save_interval import advised_interval
     from slurm_forge.report.doctor.sections import (
         place_shown,
         places_section,
@@ -236,9 +224,7 @@ def _examine(
 
 
 def _read(job: Path) -> Checked:
-    from slurm_forge.cli.preparation import (
-        check,
-    )
+    from slurm_forge.cli.preparation import check
 
     return check(job)
 
@@ -249,12 +235,8 @@ def _job_section(
     """What the site's rules and Slurm's limits say of the job file."""
     import os
 
-    from slurm_forge.launch.render.batch_script import (
-        asked_options,
-    )
-    from slurm_forge.launch.render.gpu_options import (
-        asked_of,
-    )
+    from slurm_forge.launch.render.batch_script import asked_options
+    from slurm_forge.launch.render.gpu_options import asked_of
     from slurm_forge.report.doctor.sections import (
         Mark,
         Section,
@@ -280,9 +262,7 @@ def _job_section(
 
 
 def _status(checkup: Checkup) -> int:
-    from slurm_forge.report.doctor.sections import (
-        Mark,
-    )
+    from slurm_forge.report.doctor.sections import Mark
 
     if checkup.cluster is None:
         return _COULD_NOT_LOOK

@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from slurm_forge.cli.preparation import (
-        Checked,
-    )
+    from slurm_forge.cli.preparation import Checked
     from slurm_forge.recovery.live_findings import SiteWords
-    from slurm_forge.recovery.live_observations import (
-        LiveSeen,
-    )
-    from slurm_forge.recovery.policy.prediction import (
-        Prediction,
-    )
+    from slurm_forge.recovery.live_observations import LiveSeen
+    from slurm_forge.recovery.policy.prediction import Prediction
     from slurm_forge.site.model import Site
     from slurm_forge.slurm.survey import Survey
     from slurm_forge.spec import JobSpec
@@ -53,9 +47,7 @@ class LiveRequest:
 
 def examine_live(request: LiveRequest) -> int:
     """Submit the job, print what it saw, and return the exit status."""
-    from slurm_forge.cli.cluster.cluster_survey import (
-        look_at_slurm,
-    )
+    from slurm_forge.cli.cluster.cluster_survey import look_at_slurm
     from slurm_forge.cli.cluster.live_text import (
         live_json,
         live_text,
@@ -119,9 +111,7 @@ def examine_live(request: LiveRequest) -> int:
 def _checked(path: Path | None) -> Checked | None:
     if path is None:
         return None
-    from slurm_forge.cli.preparation import (
-        check,
-    )
+    from slurm_forge.cli.preparation import check
 
     return check(path)
 
@@ -130,9 +120,7 @@ def _prediction(
     asked: JobSpec | None, seen: LiveSeen, site: Site, survey: Survey, account: str | None
 ) -> Prediction | None:
     """What ``doctor`` says of jobs in the place where the job has run."""
-    from slurm_forge.cli.cluster.cluster_survey import (
-        who,
-    )
+    from slurm_forge.cli.cluster.cluster_survey import who
     from slurm_forge.launch.render.prediction import (
         Asked,
         foreseen,

@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slurm_forge.cli.cluster.nodes_text import (
-    leaves_out,
-)
+from slurm_forge.cli.cluster.nodes_text import leaves_out
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.nodes.excluded_nodes import (
     Leaving,

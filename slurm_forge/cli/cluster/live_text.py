@@ -15,9 +15,7 @@ from slurm_forge.recovery.live_observations import (
     Sighting,
     Way,
 )
-from slurm_forge.recovery.policy.prediction import (
-    Prediction,
-)
+from slurm_forge.recovery.policy.prediction import Prediction
 from slurm_forge.report import text as t
 from slurm_forge.report.encoding import to_json
 

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
+from slurm_forge.cli.completion import site_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,12 +63,8 @@ def list_(
       slurm-forge nodes list
       slurm-forge nodes list --all
     """
-    from slurm_forge.cli.cluster.nodes_listing import (
-        list_nodes,
-    )
-    from slurm_forge.cli.cluster.nodes_text import (
-        nodes_text,
-    )
+    from slurm_forge.cli.cluster.nodes_listing import list_nodes
+    from slurm_forge.cli.cluster.nodes_text import nodes_text
     from slurm_forge.report.encoding import to_json
 
     ledger, partitions = _open(cluster, site)
@@ -174,9 +168,7 @@ def _open(cluster: str | None, site: str | None) -> tuple[NodeLedger, Mapping[st
         site_places,
     )
     from slurm_forge.errors import ConfigError, SlurmCommandError
-    from slurm_forge.launch.nodes.excluded_nodes import (
-        nodes_of,
-    )
+    from slurm_forge.launch.nodes.excluded_nodes import nodes_of
     from slurm_forge.slurm.client import SubprocessSlurm
 
     places = site_places()
@@ -197,9 +189,7 @@ def _open(cluster: str | None, site: str | None) -> tuple[NodeLedger, Mapping[st
 
 
 def _names(nodes: list[str]) -> tuple[str, ...]:
-    from slurm_forge.slurm.text.nodelist import (
-        expand_nodes,
-    )
+    from slurm_forge.slurm.text.nodelist import expand_nodes
 
     return tuple(dict.fromkeys(name for each in nodes for name in expand_nodes(each)))
 
@@ -232,9 +222,7 @@ def _noted(
 ) -> None:
     """Say what was written down, in words or as one JSON document."""
     if as_json:
-        from slurm_forge.cli.cluster.nodes_listing import (
-            Noted,
-        )
+        from slurm_forge.cli.cluster.nodes_listing import Noted
         from slurm_forge.report.encoding import to_json
 
         cluster = ledger.cluster

@@ -119,12 +119,8 @@ def _environment(environ: Mapping[str, str], *, of_its_own: bool) -> dict[str, s
 
 
 def _any_bad(looked: Looked) -> bool:
-    from slurm_forge.control.messages.preflight import (
-        Verdict,
-    )
-    from slurm_forge.recovery.monitor.isolation import (
-        Why,
-    )
+    from slurm_forge.control.messages.preflight import Verdict
+    from slurm_forge.recovery.monitor.isolation import Why
 
     failed = looked.isolated is not None and looked.isolated.why not in (Why.FINE, Why.NOT_AGAIN)
     return failed or any(c.verdict is Verdict.BAD for r in looked.reports for c in r.checks)
@@ -182,9 +178,7 @@ def _nodes_of(job: str) -> tuple[str, ...]:
     from slurm_forge.errors import ConfigError
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.states import JobState
-    from slurm_forge.slurm.text.nodelist import (
-        expand_nodes,
-    )
+    from slurm_forge.slurm.text.nodelist import expand_nodes
 
     record = SubprocessSlurm.of_this_process().show_job(job)
     if record is None or record.state is not JobState.RUNNING or not record.nodelist:
@@ -204,9 +198,7 @@ def _strike(looked: Looked) -> tuple[str, ...]:
         site_places,
     )
     from slurm_forge.person import person
-    from slurm_forge.recovery.nodes.strikes import (
-        strikes_of,
-    )
+    from slurm_forge.recovery.nodes.strikes import strikes_of
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.vocabulary.decision import Incident
 

@@ -10,9 +10,7 @@ from slurm_forge.control.messages.preflight import (
     NodeReport,
     Verdict,
 )
-from slurm_forge.launch.diagnose.node_probe import (
-    Looked,
-)
+from slurm_forge.launch.diagnose.node_probe import Looked
 from slurm_forge.report import text as t
 from slurm_forge.report.encoding import to_json
 

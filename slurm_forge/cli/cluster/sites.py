@@ -12,9 +12,7 @@ from slurm_forge.cli.cluster import (
     sites_check,
     sites_detect,
 )
-from slurm_forge.cli.completion import (
-    site_names,
-)
+from slurm_forge.cli.completion import site_names
 
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces

@@ -45,9 +45,7 @@ def detect(
     """
     from datetime import datetime, timezone
 
-    from slurm_forge.cli.cluster.cluster_survey import (
-        look_at_slurm,
-    )
+    from slurm_forge.cli.cluster.cluster_survey import look_at_slurm
     from slurm_forge.cli.run_choice import (
         from_here,
         site_places,

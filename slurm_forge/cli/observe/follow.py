@@ -9,14 +9,10 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 import typer
 
-from slurm_forge.cli.observe.run_reading import (
-    Gathering,
-)
+from slurm_forge.cli.observe.run_reading import Gathering
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.report.status.event_lines import (
-    happening,
-)
+from slurm_forge.report.status.event_lines import happening
 from slurm_forge.report.text import number
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.journal.order import by_person
 from slurm_forge.journal.reader import read_lines, thinned
-from slurm_forge.report.story.history import (
-    GO_ON,
-)
+from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["JournalTail"]

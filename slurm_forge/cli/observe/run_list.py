@@ -7,12 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.cli.run_choice import (
-    state_folder,
-)
-from slurm_forge.report.status.run_listing import (
-    ListedRun,
-)
+from slurm_forge.cli.run_choice import state_folder
+from slurm_forge.report.status.run_listing import ListedRun
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.remembered import Remembered, signature
 
@@ -53,18 +49,10 @@ class Lister:
         self._remembered.save()
 
     def _made(self, run: RunDirectory) -> tuple[ListedRun, float | None]:
-        from slurm_forge.cli.observe.run_reading import (
-            Gathering,
-        )
-        from slurm_forge.cli.observe.surroundings import (
-            surrounded,
-        )
-        from slurm_forge.report.status.run_listing import (
-            listed,
-        )
-        from slurm_forge.report.status.status import (
-            take_status,
-        )
+        from slurm_forge.cli.observe.run_reading import Gathering
+        from slurm_forge.cli.observe.surroundings import surrounded
+        from slurm_forge.report.status.run_listing import listed
+        from slurm_forge.report.status.status import take_status
 
         gathering = Gathering(run, spec=False)
         gathering.look()

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.cli.observe.journal_tail import (
-    JournalTail,
-)
+from slurm_forge.cli.observe.journal_tail import JournalTail
 from slurm_forge.cli.run_choice import (
     from_here,
     reference,
@@ -22,9 +20,7 @@ from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import Resumed
 from slurm_forge.journal.order import in_order
 from slurm_forge.report.purge import PurgeRule, counts_from
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import parse_duration, parse_memory

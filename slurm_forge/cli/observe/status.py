@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    run_names,
-)
+from slurm_forge.cli.completion import run_names
 
 if TYPE_CHECKING:
-    from slurm_forge.report.status.report_facts import (
-        RunFacts,
-    )
+    from slurm_forge.report.status.report_facts import RunFacts
     from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["explain", "status"]
@@ -64,9 +60,7 @@ def status(
       slurm-forge status tiny-gpt --follow
       slurm-forge status tiny-gpt --json
     """
-    from slurm_forge.cli.run_choice import (
-        find_run,
-    )
+    from slurm_forge.cli.run_choice import find_run
 
     if run is None:
         if follow:
@@ -79,20 +73,14 @@ def status(
     if follow:
         _follow(found)
         return
-    from slurm_forge.cli.observe.run_reading import (
-        gather,
-    )
+    from slurm_forge.cli.observe.run_reading import gather
     from slurm_forge.cli.observe.surroundings import (
         surrounded,
         with_queue,
     )
     from slurm_forge.report.encoding import to_json
-    from slurm_forge.report.status.status import (
-        take_status,
-    )
-    from slurm_forge.report.status.status_text import (
-        status_text,
-    )
+    from slurm_forge.report.status.status import take_status
+    from slurm_forge.report.status.status_text import status_text
 
     facts = with_queue(lambda: surrounded(gather(found, logs=False), found, resources=False))
     taken = take_status(facts)
@@ -115,27 +103,17 @@ def explain(
       slurm-forge explain tiny-gpt --attempt 2
       slurm-forge explain tiny-gpt --json
     """
-    from slurm_forge.cli.observe.run_reading import (
-        gather,
-    )
+    from slurm_forge.cli.observe.run_reading import gather
     from slurm_forge.cli.observe.surroundings import (
         surrounded,
         with_queue,
     )
-    from slurm_forge.cli.run_choice import (
-        find_run,
-    )
+    from slurm_forge.cli.run_choice import find_run
     from slurm_forge.errors import RunDirectoryError
     from slurm_forge.report.encoding import to_json
-    from slurm_forge.report.explain.explain import (
-        explain as told_by,
-    )
-    from slurm_forge.report.explain.explain import (
-        only_attempt,
-    )
-    from slurm_forge.report.explain.explain_text import (
-        explain_text,
-    )
+    from slurm_forge.report.explain.explain import explain as told_by
+    from slurm_forge.report.explain.explain import only_attempt
+    from slurm_forge.report.explain.explain_text import explain_text
 
     found = find_run(run, runs)
     facts = with_queue(lambda: surrounded(gather(found), found))
@@ -156,9 +134,7 @@ def explain(
 
 def _list(runs: Path | None, *, as_json: bool) -> None:
     """A line for every run, whatever is wrong with one of them."""
-    from slurm_forge.cli.observe.run_list import (
-        Lister,
-    )
+    from slurm_forge.cli.observe.run_list import Lister
     from slurm_forge.cli.run_choice import (
         from_here,
         run_names,
@@ -195,19 +171,13 @@ def _follow(run: RunDirectory) -> None:
         Watcher,
         screen_for,
     )
-    from slurm_forge.cli.observe.run_reading import (
-        Gathering,
-    )
+    from slurm_forge.cli.observe.run_reading import Gathering
     from slurm_forge.cli.observe.surroundings import (
         surrounded,
         with_queue,
     )
-    from slurm_forge.report.explain.explain import (
-        AT_REST,
-    )
-    from slurm_forge.report.status.status import (
-        take_status,
-    )
+    from slurm_forge.report.explain.explain import AT_REST
+    from slurm_forge.report.status.status import take_status
     from slurm_forge.report.status.status_text import (
         figures,
         status_text,

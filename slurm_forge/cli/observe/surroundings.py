@@ -13,12 +13,8 @@ from typing import Any
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted
-from slurm_forge.launch.attempt.run_lock import (
-    gone_here,
-)
-from slurm_forge.launch.render.array_chain import (
-    tasks_waiting,
-)
+from slurm_forge.launch.attempt.run_lock import gone_here
+from slurm_forge.launch.render.array_chain import tasks_waiting
 from slurm_forge.report.status.report_facts import (
     NotStarted,
     RunFacts,

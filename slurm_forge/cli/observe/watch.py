@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    run_names,
-)
+from slurm_forge.cli.completion import run_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +18,7 @@ if TYPE_CHECKING:
         Round,
         Watcher,
     )
-    from slurm_forge.recovery.run_watch import (
-        WatchLimits,
-    )
+    from slurm_forge.recovery.run_watch import WatchLimits
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.run_directory.told import Told
     from slurm_forge.slurm.client import Slurm
@@ -78,9 +74,7 @@ def watch(
       slurm-forge watch --once --hook ~/bin/tell-me
       slurm-forge watch tiny-gpt --every 5m --restart
     """
-    from slurm_forge.cli.failure import (
-        FAILED,
-    )
+    from slurm_forge.cli.failure import FAILED
     from slurm_forge.cli.run_choice import (
         find_run,
         reference,
@@ -90,12 +84,8 @@ def watch(
         state_folder,
     )
     from slurm_forge.errors import ForgeError, RunDirectoryError
-    from slurm_forge.launch.watch.notify import (
-        hook_words,
-    )
-    from slurm_forge.launch.watch.watcher import (
-        Watcher,
-    )
+    from slurm_forge.launch.watch.notify import hook_words
+    from slurm_forge.launch.watch.watcher import Watcher
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.run_directory.remembered import Remembered
     from slurm_forge.run_directory.told import Told
@@ -184,9 +174,7 @@ def _rest(seconds: float) -> None:
 def _limits(slurm: Slurm, *, restart: bool) -> WatchLimits:
     """What the watcher may do, with the cluster's own delay after a requeue."""
     from slurm_forge.errors import ForgeError
-    from slurm_forge.recovery.run_watch import (
-        WatchLimits,
-    )
+    from slurm_forge.recovery.run_watch import WatchLimits
 
     try:
         delay = slurm.show_config().requeue_delay.total_seconds()
@@ -228,9 +216,7 @@ def _tell(
     *,
     as_json: bool,
 ) -> None:
-    from slurm_forge.recovery.run_watch import (
-        FindingKind,
-    )
+    from slurm_forge.recovery.run_watch import FindingKind
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.status.watch_lines import (
         alert,
@@ -252,9 +238,7 @@ def _tell(
     import socket
     from datetime import timedelta
 
-    from slurm_forge.launch.watch.notify import (
-        run_hook,
-    )
+    from slurm_forge.launch.watch.notify import run_hook
     from slurm_forge.person import person
     from slurm_forge.slurm.environment import process_environ
 

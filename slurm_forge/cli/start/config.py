@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
-from slurm_forge.cli.start.settings import (
-    Settings,
-)
+from slurm_forge.cli.completion import site_names
+from slurm_forge.cli.start.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite
@@ -121,9 +117,7 @@ def show(
       slurm-forge config show train.yaml --origin --set recovery.cuda_oom.times=2
       slurm-forge config show --site generic --json
     """
-    from slurm_forge.cli.cluster.sites import (
-        cluster_name,
-    )
+    from slurm_forge.cli.cluster.sites import cluster_name
     from slurm_forge.cli.run_choice import (
         from_here,
         runs_chosen,
@@ -192,12 +186,8 @@ def _values(found: Layered, *, nameless: bool) -> tuple[ValueOf, ...]:
 
 
 def _from_site(loaded: LoadedSite, job: JobSpec) -> tuple[ValueOf, ...]:
-    from slurm_forge.cli.cluster.sites import (
-        values_here,
-    )
-    from slurm_forge.cli.run_choice import (
-        from_here,
-    )
+    from slurm_forge.cli.cluster.sites import values_here
+    from slurm_forge.cli.run_choice import from_here
 
     file = from_here(loaded.path.absolute())
     return tuple(

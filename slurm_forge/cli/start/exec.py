@@ -116,9 +116,7 @@ def execute(
     """
     import sys
 
-    from slurm_forge.cli.failure import (
-        fail,
-    )
+    from slurm_forge.cli.failure import fail
     from slurm_forge.cli.run_choice import (
         runs_folder,
         site_places,
@@ -199,9 +197,7 @@ def execute(
 
 def _begun(name: str, runs: Path | None) -> RunDirectory | None:
     """The run of that name, where an earlier start has made it."""
-    from slurm_forge.cli.run_choice import (
-        runs_folder,
-    )
+    from slurm_forge.cli.run_choice import runs_folder
     from slurm_forge.errors import ForgeError
     from slurm_forge.run_directory import RunDirectory
 

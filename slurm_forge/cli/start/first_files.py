@@ -23,9 +23,7 @@ import jinja2
 from slurm_forge.documents import nearest
 from slurm_forge.documents.scalars import is_plain_text
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.text.directives import (
-    as_directive,
-)
+from slurm_forge.slurm.text.directives import as_directive
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.loading import from_yaml, job_from_mapping, to_mapping

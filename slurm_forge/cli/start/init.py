@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
+from slurm_forge.cli.completion import site_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,9 +89,7 @@ def init(
       slurm-forge init demo --yes --nodes 2 --gpus-per-node 4 --time 12h --partition preempt
       slurm-forge init --way exec --command "srun python train.py --lr 0.1"
     """
-    from slurm_forge.cli.failure import (
-        fail,
-    )
+    from slurm_forge.cli.failure import fail
     from slurm_forge.cli.start.first_files import (
         Way,
         Wishes,
@@ -138,9 +134,7 @@ def init(
 
 def _asked(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) -> Wishes:
     """What no option said, from the person who sits there; a wrong answer is asked for again."""
-    from slurm_forge.cli.start.first_files import (
-        Way,
-    )
+    from slurm_forge.cli.start.first_files import Way
 
     typer.echo("Return takes what is in brackets.")
     own = wishes.entry is not None or wishes.command is not None
@@ -164,9 +158,7 @@ def _asked(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) ->
 def _one(
     wishes: Wishes, key: str, question: str, default: str, read: Callable[[str], object]
 ) -> Wishes:
-    from slurm_forge.cli.start.first_files import (
-        first_files,
-    )
+    from slurm_forge.cli.start.first_files import first_files
     from slurm_forge.errors import ForgeError
 
     while True:
@@ -183,9 +175,7 @@ def _one(
 
 
 def _templates() -> list[str]:
-    from slurm_forge.launch.render.batch_script import (
-        template_folder,
-    )
+    from slurm_forge.launch.render.batch_script import template_folder
     from slurm_forge.spec.launchers import Template
 
     there = template_folder()

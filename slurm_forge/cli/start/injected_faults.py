@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from slurm_forge.cli.preparation import (
-        Checked,
-    )
+    from slurm_forge.cli.preparation import Checked
 
 __all__ = ["Inject", "rehearsed"]
 

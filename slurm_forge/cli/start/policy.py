@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    cause_names,
-)
-from slurm_forge.cli.start.settings import (
-    Settings,
-)
+from slurm_forge.cli.completion import cause_names
+from slurm_forge.cli.start.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.vocabulary.cause import Cause
@@ -84,12 +80,8 @@ def test(
       slurm-forge policy test train.yaml --cause non_finite --at 1200 --repeat 3
       slurm-forge policy test train.yaml --cause cuda_oom --set recovery.cuda_oom.times=2
     """
-    from slurm_forge.cli.failure import (
-        fail,
-    )
-    from slurm_forge.cli.run_choice import (
-        site_places,
-    )
+    from slurm_forge.cli.failure import fail
+    from slurm_forge.cli.run_choice import site_places
     from slurm_forge.errors import ForgeError
     from slurm_forge.knobs import Knobs
     from slurm_forge.recovery.policy.rehearsal import (

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.start.injected_faults import (
-    Inject,
-)
-from slurm_forge.cli.start.settings import (
-    Settings,
-)
+from slurm_forge.cli.start.injected_faults import Inject
+from slurm_forge.cli.start.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
@@ -55,15 +51,9 @@ def run(
       slurm-forge run train.yaml --inject nan@120,kill@350:rank0
       slurm-forge run train.yaml --set args.max_steps=50 --set name=tried
     """
-    from slurm_forge.cli.failure import (
-        INTERRUPTED,
-    )
-    from slurm_forge.cli.run_choice import (
-        reference,
-    )
-    from slurm_forge.launch.local.runner import (
-        ENDED_BY_SIGNAL,
-    )
+    from slurm_forge.cli.failure import INTERRUPTED
+    from slurm_forge.cli.run_choice import reference
+    from slurm_forge.launch.local.runner import ENDED_BY_SIGNAL
 
     found, file = _prepared(job, runs, inject or [], settings or [], ranks)
     if found.is_done():
@@ -92,9 +82,7 @@ def run(
 def _stopped(found: RunDirectory, *, again: str) -> bool:
     """After a signal: where the run stands and how it goes on; False where there is more to it."""
     from slurm_forge.journal import RunStatus
-    from slurm_forge.launch.submit.submission import (
-        run_state,
-    )
+    from slurm_forge.launch.submit.submission import run_state
 
     state = run_state(found)
     step = state.committed_step
@@ -133,9 +121,7 @@ def _prepared(
         runs_folder,
         site_places,
     )
-    from slurm_forge.cli.start.injected_faults import (
-        rehearsed,
-    )
+    from slurm_forge.cli.start.injected_faults import rehearsed
     from slurm_forge.errors import ConfigError
     from slurm_forge.launch.submit.submission import (
         renew_run,
@@ -169,12 +155,8 @@ def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:
         Watcher,
         screen_for,
     )
-    from slurm_forge.cli.observe.run_reading import (
-        Gathering,
-    )
-    from slurm_forge.launch.local.runner import (
-        run_locally,
-    )
+    from slurm_forge.cli.observe.run_reading import Gathering
+    from slurm_forge.launch.local.runner import run_locally
 
     gathering = Gathering(found)
     gathering.look()  # what happened before today is for explain
@@ -188,9 +170,7 @@ def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:
 
 
 def _unwatched(found: RunDirectory, file: RunFile, ranks: int) -> int:
-    from slurm_forge.launch.local.runner import (
-        run_locally,
-    )
+    from slurm_forge.launch.local.runner import run_locally
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -199,15 +179,9 @@ def _unwatched(found: RunDirectory, file: RunFile, ranks: int) -> int:
 
 
 def _tell(found: RunDirectory, *, as_json: bool) -> None:
-    from slurm_forge.cli.observe.run_reading import (
-        gather,
-    )
-    from slurm_forge.report.explain.explain import (
-        explain,
-    )
-    from slurm_forge.report.explain.explain_text import (
-        explain_text,
-    )
+    from slurm_forge.cli.observe.run_reading import gather
+    from slurm_forge.report.explain.explain import explain
+    from slurm_forge.report.explain.explain_text import explain_text
 
     facts = gather(found)
     if as_json:

@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    setting_keys,
-)
+from slurm_forge.cli.completion import setting_keys
 
 __all__ = ["Settings"]
 

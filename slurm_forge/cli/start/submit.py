@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
-from slurm_forge.cli.start.injected_faults import (
-    Inject,
-)
-from slurm_forge.cli.start.settings import (
-    Settings,
-)
+from slurm_forge.cli.completion import site_names
+from slurm_forge.cli.start.injected_faults import Inject
+from slurm_forge.cli.start.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.site.model import Site
@@ -89,9 +83,7 @@ def submit(
       slurm-forge submit train.yaml --set resources.nodes=4 --set args.lr=3e-4
       slurm-forge submit train.yaml --inject term@100:rank0
     """
-    from slurm_forge.cli.failure import (
-        fail,
-    )
+    from slurm_forge.cli.failure import fail
     from slurm_forge.errors import ForgeError, SlurmUnreachableError
     from slurm_forge.slurm.client import SubprocessSlurm
 
@@ -131,9 +123,7 @@ def _submit(
     *,
     quiet: bool,
 ) -> tuple[Submission, str]:
-    from slurm_forge.cli.cluster.excluded_nodes_text import (
-        left_out,
-    )
+    from slurm_forge.cli.cluster.excluded_nodes_text import left_out
     from slurm_forge.cli.preparation import (
         check,
         make,
@@ -144,24 +134,12 @@ def _submit(
         reference,
         runs_folder,
     )
-    from slurm_forge.cli.start.injected_faults import (
-        rehearsed,
-    )
-    from slurm_forge.launch.render.batch_script import (
-        asked_options,
-    )
-    from slurm_forge.launch.render.rank_environment import (
-        warnings,
-    )
-    from slurm_forge.launch.render.save_history import (
-        usual_saves,
-    )
-    from slurm_forge.launch.submit.submission import (
-        submit_script,
-    )
-    from slurm_forge.report.submission.submit_notes import (
-        outlook,
-    )
+    from slurm_forge.cli.start.injected_faults import rehearsed
+    from slurm_forge.launch.render.batch_script import asked_options
+    from slurm_forge.launch.render.rank_environment import warnings
+    from slurm_forge.launch.render.save_history import usual_saves
+    from slurm_forge.launch.submit.submission import submit_script
+    from slurm_forge.report.submission.submit_notes import outlook
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.storage import storage_at
     from slurm_forge.slurm.environment import process_environ
@@ -229,24 +207,16 @@ def render(
       slurm-forge render train.yaml | sbatch
       slurm-forge render train.yaml --set resources.partition=long
     """
-    from slurm_forge.cli.failure import (
-        fail,
-    )
+    from slurm_forge.cli.failure import fail
     from slurm_forge.cli.preparation import (
         check,
         keep_script,
         make,
     )
-    from slurm_forge.cli.run_choice import (
-        runs_folder,
-    )
+    from slurm_forge.cli.run_choice import runs_folder
     from slurm_forge.errors import ForgeError
-    from slurm_forge.launch.render.batch_script import (
-        render as script_of,
-    )
-    from slurm_forge.launch.render.rank_environment import (
-        warnings,
-    )
+    from slurm_forge.launch.render.batch_script import render as script_of
+    from slurm_forge.launch.render.rank_environment import warnings
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.environment import process_environ
 
@@ -285,9 +255,7 @@ def render(
 
 def _choose(wanted: str | None, slurm: Slurm, said: Said | None, *, need_slurm: bool) -> _Chosen:
     """The site with what Slurm itself says filled in; ``said`` is the one of the settings."""
-    from slurm_forge.cli.run_choice import (
-        site_places,
-    )
+    from slurm_forge.cli.run_choice import site_places
     from slurm_forge.errors import SlurmCommandError
     from slurm_forge.site.detection import fill_from_slurm
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.vocabulary.position import Position
 
 __all__ = [

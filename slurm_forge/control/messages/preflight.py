@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.errors import ControlChannelError
 
 __all__ = [

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.message import Message
 
 __all__ = ["BANDWIDTH", "ProbeArrived", "ProbeBroke", "ProbeDone"]
 

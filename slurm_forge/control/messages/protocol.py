@@ -28,9 +28,7 @@ from slurm_forge.control.messages.links import (
     LookAtLinks,
     PortsSeen,
 )
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import (
     Attend,
     Lasted,
@@ -63,9 +61,7 @@ from slurm_forge.control.messages.rank import (
     Stopped,
     Through,
 )
-from slurm_forge.control.messages.step_timing import (
-    Paced,
-)
+from slurm_forge.control.messages.step_timing import Paced
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 

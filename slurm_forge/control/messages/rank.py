@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slurm_forge.control.messages.hub import (
-    RequestKind,
-)
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
 from slurm_forge.vocabulary.position import Position
 
 __all__ = [

@@ -6,12 +6,8 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slurm_forge.control.messages.links import (
-    Links,
-)
-from slurm_forge.control.tcp.tcp_info import (
-    TcpInfo,
-)
+from slurm_forge.control.messages.links import Links
+from slurm_forge.control.tcp.tcp_info import TcpInfo
 
 __all__ = ["Connection", "Link", "plain_address", "read_links", "say_links", "summarize"]
 

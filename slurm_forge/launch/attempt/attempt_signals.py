@@ -14,9 +14,7 @@ from signal import Signals
 from types import FrameType, TracebackType
 from typing import Any
 
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
+from slurm_forge.launch.conductor.conductor import Conductor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: ``timeout`` and other wrappers pass one request on twice: to the child, and to its group.

@@ -15,17 +15,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.launch.render.outputs import (
-    Output,
-)
+from slurm_forge.launch.render.outputs import Output
 from slurm_forge.recovery.incident.launch_facts import (
     LaunchFacts,
     RankFailure,
     is_usage_error,
 )
-from slurm_forge.recovery.incident.slurm_evidence import (
-    needs_accounting,
-)
+from slurm_forge.recovery.incident.slurm_evidence import needs_accounting
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LAUNCH_BEGINS, read_last_words
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm

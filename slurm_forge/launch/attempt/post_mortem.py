@@ -10,12 +10,8 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.launch.attempt.evidence import (
-    left_behind,
-)
-from slurm_forge.launch.render.rank_environment import (
-    effective_on_hang,
-)
+from slurm_forge.launch.attempt.evidence import left_behind
+from slurm_forge.launch.render.rank_environment import effective_on_hang
 from slurm_forge.launch.requeue.job_update import (
     memory_asked,
     nodes_asked,

@@ -26,12 +26,8 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     Refusal,
 )
-from slurm_forge.launch.attempt.stop_explanation import (
-    StopExplanation,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
+from slurm_forge.launch.attempt.stop_explanation import StopExplanation
+from slurm_forge.launch.conductor.job_poller import JobWatch
 from slurm_forge.launch.nodes.excluded_nodes import (
     Avoider,
     names_added,
@@ -43,16 +39,12 @@ from slurm_forge.launch.render.array_chain import (
     VIA_ARRAY,
     chain_of,
 )
-from slurm_forge.launch.render.outputs import (
-    Output,
-)
+from slurm_forge.launch.render.outputs import Output
 from slurm_forge.launch.render.save_history import (
     lead_option,
     seen_in,
 )
-from slurm_forge.launch.requeue.array_chain import (
-    ChainLadder,
-)
+from slurm_forge.launch.requeue.array_chain import ChainLadder
 from slurm_forge.launch.requeue.job_update import (
     arguments_for,
     update_for,
@@ -63,9 +55,7 @@ from slurm_forge.launch.requeue.requeue import (
     Ladder,
     Taken,
 )
-from slurm_forge.recovery.nodes.exclusion import (
-    spared,
-)
+from slurm_forge.recovery.nodes.exclusion import spared
 from slurm_forge.recovery.policy.requeue_delay import (
     Soon,
     sooner,

@@ -6,20 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from slurm_forge.launch.attempt.attempt import (
-    Attempt,
-)
+from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.launch.attempt.evidence import (
     tail_of,
     with_accounting,
 )
-from slurm_forge.launch.render.outputs import (
-    Output,
-)
+from slurm_forge.launch.render.outputs import Output
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.classify import (
-    is_unexplained,
-)
+from slurm_forge.recovery.incident.classify import is_unexplained
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.cause import Cause

@@ -14,16 +14,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.errors import SlurmCommandError
-from slurm_forge.launch.attempt.evidence import (
-    with_accounting,
-)
+from slurm_forge.launch.attempt.evidence import with_accounting
 from slurm_forge.launch.render.array_chain import (
     chain_of,
     comment_of,
 )
-from slurm_forge.launch.requeue.requeue import (
-    PATIENCE,
-)
+from slurm_forge.launch.requeue.requeue import PATIENCE
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import Note
-from slurm_forge.launch.attempt.attempt import (
-    Attempt,
-)
+from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.slurm.versions import Unrecognized
 
 __all__ = ["note_unrecognized"]

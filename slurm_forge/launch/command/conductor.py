@@ -23,43 +23,19 @@ from slurm_forge.launch.command.program_end import (
     ProgramEnd,
     ended,
 )
-from slurm_forge.launch.command.program_process import (
-    ProgramProcess,
-)
-from slurm_forge.launch.command.progress import (
-    ProgressWatch,
-)
-from slurm_forge.launch.command.signal_listener import (
-    SentinelStep,
-)
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.final_query import (
-    last_word,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.conductor.observations import (
-    Seen,
-)
-from slurm_forge.launch.conductor.shutdown import (
-    Deadline,
-)
-from slurm_forge.launch.conductor.warning_signals import (
-    WarningSignals,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
-from slurm_forge.launch.render.signal_convention import (
-    Forwarding,
-)
+from slurm_forge.launch.command.program_process import ProgramProcess
+from slurm_forge.launch.command.progress import ProgressWatch
+from slurm_forge.launch.command.signal_listener import SentinelStep
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.final_query import last_word
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.observations import Seen
+from slurm_forge.launch.conductor.shutdown import Deadline
+from slurm_forge.launch.conductor.warning_signals import WarningSignals
+from slurm_forge.launch.render.schedule import Timing
+from slurm_forge.launch.render.signal_convention import Forwarding
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.incident.slurm_evidence import (
-    is_ending,
-)
+from slurm_forge.recovery.incident.slurm_evidence import is_ending
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.spec.program import ProgramSpec
 

@@ -17,27 +17,13 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.attempt.attempt_signals import (
-    AskedToStop,
-)
-from slurm_forge.launch.attempt.evidence import (
-    gathered,
-)
-from slurm_forge.launch.attempt.run_lock import (
-    present,
-)
-from slurm_forge.launch.command.program_signals import (
-    ProgramSignals,
-)
-from slurm_forge.launch.command.starts import (
-    Starts,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.submit.submission import (
-    note_asked,
-)
+from slurm_forge.launch.attempt.attempt_signals import AskedToStop
+from slurm_forge.launch.attempt.evidence import gathered
+from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.command.program_signals import ProgramSignals
+from slurm_forge.launch.command.starts import Starts
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.submit.submission import note_asked
 from slurm_forge.run_directory import RunDirectory
 
 __all__ = ["ENDED_BY_SIGNAL", "execute_here", "refused", "say"]

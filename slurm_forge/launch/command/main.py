@@ -25,32 +25,22 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.attempt.evidence import (
-    gathered,
-)
-from slurm_forge.launch.attempt.failed_start import (
-    telling_why_not_started,
-)
+from slurm_forge.launch.attempt.evidence import gathered
+from slurm_forge.launch.attempt.failed_start import telling_why_not_started
 from slurm_forge.launch.attempt.requeuer import (
     ComingBack,
     nothing_to_do,
     stays_on,
     way_back,
 )
-from slurm_forge.launch.attempt.storage_lost import (
-    leave_to_slurm,
-)
-from slurm_forge.launch.attempt.unrecognized import (
-    note_unrecognized,
-)
+from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
+from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.command.local import (
     execute_here,
     refused,
     say,
 )
-from slurm_forge.launch.command.program_signals import (
-    ProgramSignals,
-)
+from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.launch.command.signal_listener import (
     SentinelStep,
     sentinel_command,
@@ -64,27 +54,17 @@ from slurm_forge.launch.command.successor_script import (
     arguments_of,
     for_successor,
 )
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
-from slurm_forge.launch.render.outputs import (
-    own_output,
-)
-from slurm_forge.launch.requeue.requeue import (
-    Taken,
-)
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
+from slurm_forge.launch.render.outputs import own_output
+from slurm_forge.launch.requeue.requeue import Taken
 from slurm_forge.launch.submit.submission import (
     job_script,
     keep_own_script,
     note_asked,
 )
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.incident.slurm_evidence import (
-    is_ending,
-)
+from slurm_forge.recovery.incident.slurm_evidence import is_ending
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm

@@ -26,17 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, SlurmCommandError
-from slurm_forge.launch.command.program_end import (
-    status_of,
-)
+from slurm_forge.launch.command.program_end import status_of
 from slurm_forge.launch.render.signal_convention import (
     Forwarding,
     is_starter,
     starts_steps,
 )
-from slurm_forge.recovery.incident.launch_facts import (
-    WorkerEnd,
-)
+from slurm_forge.recovery.incident.launch_facts import WorkerEnd
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.program import NotifyTo, ProgramSpec
 

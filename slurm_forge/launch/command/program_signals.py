@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from signal import Signals
 from types import FrameType, TracebackType
 
-from slurm_forge.launch.attempt.attempt_signals import (
-    AskedToStop,
-)
-from slurm_forge.launch.command.conductor import (
-    ProgramConductor,
-)
+from slurm_forge.launch.attempt.attempt_signals import AskedToStop
+from slurm_forge.launch.command.conductor import ProgramConductor
 
 __all__ = ["ProgramSignals"]
 

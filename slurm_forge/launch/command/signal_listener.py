@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO
 
-from slurm_forge.launch.command import (
-    signal_listener_main as sentinel,
-)
+from slurm_forge.launch.command import signal_listener_main as sentinel
 
 __all__ = ["SentinelStep", "sentinel_command", "sentinel_environment"]
 

@@ -17,19 +17,13 @@ from slurm_forge.control.interfaces import interfaces, preferred_address
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs, mark_of_run
-from slurm_forge.launch.attempt.attempt import (
-    Attempt,
-)
-from slurm_forge.launch.command.conductor import (
-    ProgramConductor,
-)
+from slurm_forge.launch.attempt.attempt import Attempt
+from slurm_forge.launch.command.conductor import ProgramConductor
 from slurm_forge.launch.command.program_process import (
     ProgramProcess,
     read_marked,
 )
-from slurm_forge.launch.command.program_signals import (
-    ProgramSignals,
-)
+from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.launch.command.progress import (
     ProgressWatch,
     find_matches,
@@ -37,31 +31,21 @@ from slurm_forge.launch.command.progress import (
     look_at,
     newest,
 )
-from slurm_forge.launch.command.signal_listener import (
-    SentinelStep,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.containers import (
-    into_container,
-)
+from slurm_forge.launch.command.signal_listener import SentinelStep
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.containers import into_container
 from slurm_forge.launch.render.launch_command import (
     by_torchrun,
     for_torchrun,
     master_address,
     meeting_port,
 )
-from slurm_forge.launch.render.rank_environment import (
-    for_command,
-)
+from slurm_forge.launch.render.rank_environment import for_command
 from slurm_forge.launch.render.schedule import (
     planned_end,
     timing,
 )
-from slurm_forge.launch.render.signal_convention import (
-    forwarding,
-)
+from slurm_forge.launch.render.signal_convention import forwarding
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import SlurmEnvironment

@@ -15,69 +15,37 @@ from pathlib import Path
 
 from slurm_forge.control import Hub, RequestKind
 from slurm_forge.control.hub import Agreed, Gone, Said, Withdrawn
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, NoticeSeen, StopAgreed
-from slurm_forge.launch.conductor.final_query import (
-    Questions,
-)
-from slurm_forge.launch.conductor.hang_watchdog import (
-    Watchdog,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.conductor.network_monitor import (
-    NetworkWatch,
-)
+from slurm_forge.launch.conductor.final_query import Questions
+from slurm_forge.launch.conductor.hang_watchdog import Watchdog
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.network_monitor import NetworkWatch
 from slurm_forge.launch.conductor.observations import (
     Launched,
     Seen,
 )
-from slurm_forge.launch.conductor.preflight_monitor import (
-    PreflightJudge,
-)
-from slurm_forge.launch.conductor.probe_monitor import (
-    ProbeJudge,
-)
-from slurm_forge.launch.conductor.rank_views import (
-    Sight,
-)
-from slurm_forge.launch.conductor.save_schedule import (
-    SavePace,
-)
+from slurm_forge.launch.conductor.preflight_monitor import PreflightJudge
+from slurm_forge.launch.conductor.probe_monitor import ProbeJudge
+from slurm_forge.launch.conductor.rank_views import Sight
+from slurm_forge.launch.conductor.save_schedule import SavePace
 from slurm_forge.launch.conductor.shutdown import (
     Deadline,
     Ending,
 )
-from slurm_forge.launch.conductor.skip_consistency import (
-    LeftOutSteps,
-)
-from slurm_forge.launch.conductor.straggler_monitor import (
-    Trends,
-)
-from slurm_forge.launch.conductor.warning_signals import (
-    WarningSignals,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
+from slurm_forge.launch.conductor.skip_consistency import LeftOutSteps
+from slurm_forge.launch.conductor.straggler_monitor import Trends
+from slurm_forge.launch.conductor.warning_signals import WarningSignals
+from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery.incident.classify import (
     LaunchFacts,
     LostRank,
     RankFailure,
 )
-from slurm_forge.recovery.incident.launch_facts import (
-    is_usage_error,
-)
-from slurm_forge.recovery.monitor.probe_verdict import (
-    ProbeRules,
-)
-from slurm_forge.recovery.monitor.straggler_reports import (
-    in_words,
-)
+from slurm_forge.recovery.incident.launch_facts import is_usage_error
+from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
+from slurm_forge.recovery.monitor.straggler_reports import in_words
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.vocabulary.cause import Cause
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.conductor.observations import (
-    Seen,
-)
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.observations import Seen
 
 __all__ = ["Questions", "last_word"]
 

@@ -10,19 +10,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
-from slurm_forge.launch.conductor.network_monitor import (
-    NetworkWatch,
-)
-from slurm_forge.launch.conductor.probe_monitor import (
-    look_of,
-)
-from slurm_forge.launch.conductor.rank_views import (
-    Sight,
-)
+from slurm_forge.launch.conductor.network_monitor import NetworkWatch
+from slurm_forge.launch.conductor.probe_monitor import look_of
+from slurm_forge.launch.conductor.rank_views import Sight
 from slurm_forge.recovery.monitor.phase_durations import (
     Rules,
     Stretches,
@@ -36,9 +28,7 @@ from slurm_forge.recovery.monitor.stalls import (
     judge,
     standstill,
 )
-from slurm_forge.recovery.monitor.unreachable_hosts import (
-    with_network,
-)
+from slurm_forge.recovery.monitor.unreachable_hosts import with_network
 
 __all__ = ["Watchdog"]
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.tcp.links import (
     Connection,
     Link,

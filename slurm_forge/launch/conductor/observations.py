@@ -8,30 +8,18 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.messages import (
-    protocol as p,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
+from slurm_forge.control.messages import protocol as p
+from slurm_forge.launch.conductor.job_poller import JobWatch
 from slurm_forge.recovery.incident.launch_facts import (
     LaunchFacts,
     LostRank,
     RankFailure,
     WorkerEnd,
 )
-from slurm_forge.recovery.monitor.preflight_verdict import (
-    Refusal,
-)
-from slurm_forge.recovery.monitor.probe_verdict import (
-    Found,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
-from slurm_forge.recovery.monitor.straggler_reports import (
-    Straggler,
-)
+from slurm_forge.recovery.monitor.preflight_verdict import Refusal
+from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.stalls import Stall
+from slurm_forge.recovery.monitor.straggler_reports import Straggler
 from slurm_forge.slurm.records import JobRecord
 
 __all__ = ["Launched", "Seen"]

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.messages.preflight import (
     Groups,
     NodeReport,
@@ -23,9 +21,7 @@ from slurm_forge.control.messages.preflight import (
 )
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.conductor.rank_views import (
-    Sight,
-)
+from slurm_forge.launch.conductor.rank_views import Sight
 from slurm_forge.recovery.monitor.isolation import (
     Group,
     Isolated,

@@ -13,20 +13,12 @@ from datetime import timedelta
 from typing import Protocol
 
 from slurm_forge.control import Hub, RequestKind
-from slurm_forge.control.messages import (
-    protocol as p,
-)
-from slurm_forge.control.messages.probe import (
-    BANDWIDTH,
-)
+from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.probe import BANDWIDTH
 from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
-from slurm_forge.launch.conductor.rank_views import (
-    Sight,
-)
-from slurm_forge.recovery.monitor.probe_evidence import (
-    with_stacks,
-)
+from slurm_forge.launch.conductor.rank_views import Sight
+from slurm_forge.recovery.monitor.probe_evidence import with_stacks
 from slurm_forge.recovery.monitor.probe_verdict import (
     AskNetwork,
     Fine,
@@ -40,12 +32,8 @@ from slurm_forge.recovery.monitor.probe_verdict import (
     weigh_probe,
     weigh_silence,
 )
-from slurm_forge.recovery.monitor.stalls import (
-    Look,
-)
-from slurm_forge.recovery.monitor.unreachable_hosts import (
-    Trouble,
-)
+from slurm_forge.recovery.monitor.stalls import Look
+from slurm_forge.recovery.monitor.unreachable_hosts import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 _INTERVAL = "interval"

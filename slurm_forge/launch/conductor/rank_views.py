@@ -7,12 +7,8 @@ from datetime import timedelta
 
 from slurm_forge.control import Hub, MemberView
 from slurm_forge.control.hub import WitnessView
-from slurm_forge.recovery.monitor.probe_verdict import (
-    RankSeen,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    RankView,
-)
+from slurm_forge.recovery.monitor.probe_verdict import RankSeen
+from slurm_forge.recovery.monitor.stalls import RankView
 
 __all__ = ["Sight"]
 

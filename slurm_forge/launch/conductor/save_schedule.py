@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
-from slurm_forge.recovery.policy.save_interval import (
-    best_interval,
-)
+from slurm_forge.launch.render.schedule import Timing
+from slurm_forge.recovery.policy.save_interval import best_interval
 
 __all__ = ["SavePace"]
 

@@ -9,16 +9,12 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
+from slurm_forge.launch.conductor.job_poller import JobWatch
 from slurm_forge.launch.conductor.observations import (
     Launched,
     Seen,
 )
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
+from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.slurm.states import JobState
 
 #: After a first failure: how long the others may say their last words before all are ended.

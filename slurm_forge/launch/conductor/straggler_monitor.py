@@ -12,9 +12,7 @@ from datetime import timedelta
 from statistics import median
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.messages.step_timing import (
-    Paced,
-)
+from slurm_forge.control.messages.step_timing import Paced
 from slurm_forge.journal.events import Event
 from slurm_forge.journal.paces import (
     NodePace,
@@ -24,9 +22,7 @@ from slurm_forge.journal.paces import (
     TrendSeen,
 )
 from slurm_forge.journal.state import Baseline
-from slurm_forge.recovery.monitor.drift import (
-    Drift,
-)
+from slurm_forge.recovery.monitor.drift import Drift
 from slurm_forge.recovery.monitor.slow_links import (
     Figure,
     LinkPast,
@@ -39,9 +35,7 @@ from slurm_forge.recovery.monitor.straggler_reports import (
     Reading,
     Straggler,
 )
-from slurm_forge.recovery.monitor.stragglers import (
-    Straggling,
-)
+from slurm_forge.recovery.monitor.stragglers import Straggling
 
 __all__ = ["Trends"]
 

@@ -6,12 +6,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from slurm_forge.journal.events import Event, Note
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery.incident.signal_meaning import (
     SignalMeaning,
     judge_signal,

@@ -34,17 +34,13 @@ from slurm_forge.launch.diagnose.live_job import (
     OVER,
     REPORT,
 )
-from slurm_forge.launch.diagnose.live_meeting import (
-    meet,
-)
+from slurm_forge.launch.diagnose.live_meeting import meet
 from slurm_forge.launch.diagnose.live_node import (
     CARD,
     LOGIN_LOCK,
     ONCE,
 )
-from slurm_forge.launch.render.batch_script import (
-    options,
-)
+from slurm_forge.launch.render.batch_script import options
 from slurm_forge.lock import exclusive
 from slurm_forge.person import person
 from slurm_forge.process import process_words

@@ -34,9 +34,7 @@ from slurm_forge.control.messages.live import (
 )
 from slurm_forge.errors import ForgeError, SlurmCommandError
 from slurm_forge.files import write_atomic
-from slurm_forge.launch.command.signal_listener import (
-    sentinel_environment,
-)
+from slurm_forge.launch.command.signal_listener import sentinel_environment
 from slurm_forge.launch.diagnose.live_meeting import (
     Answering,
     Door,

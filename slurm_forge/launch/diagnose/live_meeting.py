@@ -17,12 +17,8 @@ from slurm_forge.control.addresses import candidates, format_addresses
 from slurm_forge.control.interfaces import interface_addresses
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import read_json, write_atomic
-from slurm_forge.launch.diagnose.live_node import (
-    GREETING,
-)
-from slurm_forge.recovery.live_observations import (
-    Meeting,
-)
+from slurm_forge.launch.diagnose.live_node import GREETING
+from slurm_forge.recovery.live_observations import Meeting
 
 __all__ = ["Answering", "Door", "meet"]
 

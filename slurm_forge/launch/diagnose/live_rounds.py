@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from slurm_forge.control.messages.live import (
-    Told,
-)
+from slurm_forge.control.messages.live import Told
 from slurm_forge.recovery.live_observations import (
     Fate,
     Sighting,

@@ -17,21 +17,13 @@ from queue import Empty
 
 from slurm_forge.control import Hub
 from slurm_forge.control.hub import Said
-from slurm_forge.control.messages.preflight import (
-    NodeReport,
-)
+from slurm_forge.control.messages.preflight import NodeReport
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.conductor.preflight_monitor import (
-    PreflightJudge,
-)
+from slurm_forge.launch.conductor.preflight_monitor import PreflightJudge
 from slurm_forge.process import process_words
-from slurm_forge.recovery.monitor.isolation import (
-    Isolated,
-)
-from slurm_forge.recovery.monitor.preflight_verdict import (
-    Refusal,
-)
+from slurm_forge.recovery.monitor.isolation import Isolated
+from slurm_forge.recovery.monitor.preflight_verdict import Refusal
 
 __all__ = ["Looked", "Place", "look_at", "node_words", "srun_words"]
 

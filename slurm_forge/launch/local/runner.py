@@ -21,15 +21,9 @@ from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
     Attempt,
 )
-from slurm_forge.launch.attempt.attempt_signals import (
-    AskedToStop,
-)
-from slurm_forge.launch.attempt.lifeline import (
-    LifelineHeld,
-)
-from slurm_forge.launch.attempt.post_mortem import (
-    post_mortem,
-)
+from slurm_forge.launch.attempt.attempt_signals import AskedToStop
+from slurm_forge.launch.attempt.lifeline import LifelineHeld
+from slurm_forge.launch.attempt.post_mortem import post_mortem
 from slurm_forge.launch.attempt.run_lock import (
     Presence,
     present,
@@ -43,18 +37,14 @@ from slurm_forge.launch.local.executor import (
     end_session,
     is_over,
 )
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
     note,
     run_state,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.person import person
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory, newest_claim

@@ -18,9 +18,7 @@ from slurm_forge.errors import ConfigError, SlurmCommandError
 from slurm_forge.journal import Record
 from slurm_forge.journal.events import DecisionTaken, NodesStruck
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes.ledger_client import (
-    Heard,
-)
+from slurm_forge.launch.nodes.ledger_client import Heard
 from slurm_forge.node_ledger import NodeLedger, ledger_place
 from slurm_forge.person import person
 from slurm_forge.recovery.nodes.exclusion import (
@@ -30,16 +28,12 @@ from slurm_forge.recovery.nodes.exclusion import (
     Strike,
     avoided,
 )
-from slurm_forge.recovery.nodes.strikes import (
-    strikes_of,
-)
+from slurm_forge.recovery.nodes.strikes import strikes_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import PartitionRecord
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Incident

@@ -12,16 +12,12 @@ from pathlib import Path
 import jinja2
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.containers import (
     facts_of,
     runtime_of,
 )
-from slurm_forge.launch.render.gpu_options import (
-    gpu_options,
-)
+from slurm_forge.launch.render.gpu_options import gpu_options
 from slurm_forge.launch.render.launch_command import (
     by_torchrun,
     payload,
@@ -31,9 +27,7 @@ from slurm_forge.launch.render.save_history import (
     lead_option,
     seen_of_run,
 )
-from slurm_forge.launch.render.setup_lines import (
-    refuse_traps,
-)
+from slurm_forge.launch.render.setup_lines import refuse_traps
 from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site

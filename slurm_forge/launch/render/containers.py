@@ -8,12 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.render.container_environment import (
-    container_environment,
-)
-from slurm_forge.launch.render.gpu_options import (
-    gpus_per_node,
-)
+from slurm_forge.launch.render.container_environment import container_environment
+from slurm_forge.launch.render.gpu_options import gpus_per_node
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Backend, Container

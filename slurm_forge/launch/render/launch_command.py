@@ -21,9 +21,7 @@ from slurm_forge.launch.render.containers import (
     inside,
     step_options,
 )
-from slurm_forge.launch.render.signal_convention import (
-    forwarding,
-)
+from slurm_forge.launch.render.signal_convention import forwarding
 from slurm_forge.process import old_process_words, process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site

@@ -7,9 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
 from slurm_forge.journal.state import Baseline
-from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
-)
+from slurm_forge.recovery.monitor.phase_durations import Rules
 from slurm_forge.recovery.policy.save_interval import (
     interruptions,
     measured_interval,

@@ -16,9 +16,7 @@ from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
-from slurm_forge.launch.render.array_chain import (
-    Chain,
-)
+from slurm_forge.launch.render.array_chain import Chain
 from slurm_forge.launch.requeue.requeue import (
     PATIENCE,
     Comeback,

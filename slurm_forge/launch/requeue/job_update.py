@@ -18,9 +18,7 @@ from slurm_forge.launch.nodes.excluded_nodes import (
     nodes_of,
     partition_of,
 )
-from slurm_forge.recovery.nodes.exclusion import (
-    spared,
-)
+from slurm_forge.recovery.nodes.exclusion import spared
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.text.nodelist import (

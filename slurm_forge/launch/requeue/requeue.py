@@ -18,12 +18,8 @@ from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.comebacks import FOUND_QUEUED
 from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, RequeueIntended
-from slurm_forge.launch.render.array_chain import (
-    comment_of,
-)
-from slurm_forge.recovery.incident.attempt_end import (
-    is_cancelled,
-)
+from slurm_forge.launch.render.array_chain import comment_of
+from slurm_forge.recovery.incident.attempt_end import is_cancelled
 from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import PENDING_LIKE, JobState

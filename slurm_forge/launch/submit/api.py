@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes.excluded_nodes import (
-    leaving_now,
-)
+from slurm_forge.launch.nodes.excluded_nodes import leaving_now
 from slurm_forge.launch.render.site_choice import (
     find_site,
     site_places,

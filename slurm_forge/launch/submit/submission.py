@@ -24,16 +24,12 @@ from slurm_forge.journal import (
 )
 from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.batch_script import (
     leave_out,
     render,
 )
-from slurm_forge.launch.render.save_history import (
-    usual_saves,
-)
+from slurm_forge.launch.render.save_history import usual_saves
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site

@@ -18,12 +18,8 @@ from slurm_forge.launch.render.batch_script import (
     start_lines,
     successor_lines,
 )
-from slurm_forge.launch.render.schedule import (
-    WARNED_FROM,
-)
-from slurm_forge.launch.render.setup_lines import (
-    refuse_traps,
-)
+from slurm_forge.launch.render.schedule import WARNED_FROM
+from slurm_forge.launch.render.setup_lines import refuse_traps
 from slurm_forge.process import process_words
 from slurm_forge.units import parse_slurm_duration
 

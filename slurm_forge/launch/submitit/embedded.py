@@ -28,41 +28,21 @@ from slurm_forge.launch.attempt.attempt import (
     TAKEN_OVER,
     Attempt,
 )
-from slurm_forge.launch.attempt.evidence import (
-    gathered,
-)
-from slurm_forge.launch.attempt.lifeline import (
-    Lifeline,
-)
-from slurm_forge.launch.attempt.stop_between_attempts import (
-    before_next_start,
-)
-from slurm_forge.launch.attempt.stop_explanation import (
-    StopExplanation,
-)
-from slurm_forge.launch.attempt.unrecognized import (
-    note_unrecognized,
-)
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
+from slurm_forge.launch.attempt.evidence import gathered
+from slurm_forge.launch.attempt.lifeline import Lifeline
+from slurm_forge.launch.attempt.stop_between_attempts import before_next_start
+from slurm_forge.launch.attempt.stop_explanation import StopExplanation
+from slurm_forge.launch.attempt.unrecognized import note_unrecognized
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.job_poller import JobWatch
 from slurm_forge.launch.render.schedule import (
     planned_end,
     timing,
 )
-from slurm_forge.launch.requeue.job_update import (
-    update_for,
-)
-from slurm_forge.launch.requeue.requeue import (
-    Ladder,
-)
+from slurm_forge.launch.requeue.job_update import update_for
+from slurm_forge.launch.requeue.requeue import Ladder
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.policy.requeue_delay import (
-    sooner,
-)
+from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.vocabulary.decision import Action, Decision

@@ -27,9 +27,7 @@ from slurm_forge.launch.render.site_choice import (
     find_site,
     site_places,
 )
-from slurm_forge.launch.submit.entry_check import (
-    require_arguments,
-)
+from slurm_forge.launch.submit.entry_check import require_arguments
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
@@ -44,15 +42,9 @@ from slurm_forge.launch.submitit.batch_script import (
     batch_script,
     directives,
 )
-from slurm_forge.launch.submitit.handle import (
-    RunHandle,
-)
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
-from slurm_forge.launch.submitit.slurm_aliases import (
-    accept_slurm_names,
-)
+from slurm_forge.launch.submitit.handle import RunHandle
+from slurm_forge.launch.submitit.job import ForgeJob
+from slurm_forge.launch.submitit.slurm_aliases import accept_slurm_names
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site

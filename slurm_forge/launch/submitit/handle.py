@@ -18,12 +18,8 @@ from submitit.slurm.slurm import SlurmJob
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.states import TERMINAL, JobState, parse_state

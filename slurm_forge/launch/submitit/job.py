@@ -28,12 +28,8 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.attempt.lifeline import (
-    Lifeline,
-)
-from slurm_forge.launch.attempt.unrecognized import (
-    note_unrecognized,
-)
+from slurm_forge.launch.attempt.lifeline import Lifeline
+from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.submitit.embedded import (
     Embedded,
     Rendezvous,

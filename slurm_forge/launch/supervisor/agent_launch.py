@@ -12,12 +12,8 @@ from slurm_forge.control.agent_hub import (
     AgentEnd,
     AgentsHub,
 )
-from slurm_forge.launch.supervisor.srun import (
-    StepProcess,
-)
-from slurm_forge.recovery.incident.launch_facts import (
-    WorkerEnd,
-)
+from slurm_forge.launch.supervisor.srun import StepProcess
+from slurm_forge.recovery.incident.launch_facts import WorkerEnd
 
 __all__ = ["AgentsLaunch"]
 

@@ -32,9 +32,7 @@ from slurm_forge.errors import ConfigError, FencedError, ForgeError
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.attempt.requeuer import (
-    ladder_of,
-)
+from slurm_forge.launch.attempt.requeuer import ladder_of
 from slurm_forge.launch.render.rank_environment import (
     as_submitted,
     effective_on_hang,
@@ -47,25 +45,17 @@ from slurm_forge.launch.requeue.job_update import (
     time_asked,
     update_for,
 )
-from slurm_forge.launch.requeue.requeue import (
-    Ladder,
-)
+from slurm_forge.launch.requeue.requeue import Ladder
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.incident.attempt_end import (
-    supervisor_lost,
-)
-from slurm_forge.recovery.policy.requeue_delay import (
-    sooner,
-)
+from slurm_forge.recovery.incident.attempt_end import supervisor_lost
+from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence

@@ -9,37 +9,21 @@ from pathlib import Path, PurePath
 
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.agent_hub import (
-    AgentsHub,
-)
+from slurm_forge.control.agent_hub import AgentsHub
 from slurm_forge.control.hub import Said
-from slurm_forge.control.messages import (
-    protocol as p,
-)
-from slurm_forge.control.messages.agent import (
-    Begin,
-)
+from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.agent import Begin
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.conductor.observations import (
-    Launched,
-)
-from slurm_forge.launch.render.launch_command import (
-    has_shield,
-)
-from slurm_forge.launch.supervisor.agent_launch import (
-    AgentsLaunch,
-)
+from slurm_forge.launch.conductor.observations import Launched
+from slurm_forge.launch.render.launch_command import has_shield
+from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch
 from slurm_forge.launch.supervisor.srun import (
     StepProcess,
     srun_command,
 )
 from slurm_forge.process import old_process_words, process_words
-from slurm_forge.recovery.nodes.placement import (
-    Seats,
-)
-from slurm_forge.recovery.policy.start_mode import (
-    Start,
-)
+from slurm_forge.recovery.nodes.placement import Seats
+from slurm_forge.recovery.policy.start_mode import Start
 from slurm_forge.site.variables import reaches_forks
 
 __all__ = ["StandingStep", "StepOptions", "with_agent"]

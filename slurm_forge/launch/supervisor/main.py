@@ -28,36 +28,20 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.attempt.attempt_signals import (
-    BatchSignals,
-)
-from slurm_forge.launch.attempt.evidence import (
-    gathered,
-)
-from slurm_forge.launch.attempt.failed_start import (
-    telling_why_not_started,
-)
+from slurm_forge.launch.attempt.attempt_signals import BatchSignals
+from slurm_forge.launch.attempt.evidence import gathered
+from slurm_forge.launch.attempt.failed_start import telling_why_not_started
 from slurm_forge.launch.attempt.requeuer import (
     ComingBack,
     nothing_to_do,
     stays_on,
     way_back,
 )
-from slurm_forge.launch.attempt.storage_lost import (
-    leave_to_slurm,
-)
-from slurm_forge.launch.attempt.unrecognized import (
-    note_unrecognized,
-)
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
+from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
+from slurm_forge.launch.attempt.unrecognized import note_unrecognized
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.launch_command import (
     by_torchrun,
     for_torchrun,
@@ -69,34 +53,22 @@ from slurm_forge.launch.render.outputs import (
     RankOutput,
     own_output,
 )
-from slurm_forge.launch.render.rank_environment import (
-    for_launch,
-)
+from slurm_forge.launch.render.rank_environment import for_launch
 from slurm_forge.launch.render.schedule import (
     planned_end,
     timing,
 )
-from slurm_forge.launch.submit.run_arguments import (
-    run_of_arguments,
-)
+from slurm_forge.launch.submit.run_arguments import run_of_arguments
 from slurm_forge.launch.supervisor.job_step import (
     StandingStep,
     StepOptions,
 )
-from slurm_forge.launch.supervisor.placement import (
-    Seating,
-)
+from slurm_forge.launch.supervisor.placement import Seating
 from slurm_forge.process import process_words
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.incident.slurm_evidence import (
-    is_ending,
-)
-from slurm_forge.recovery.nodes.placement import (
-    Seats,
-)
-from slurm_forge.recovery.policy.start_mode import (
-    start_after,
-)
+from slurm_forge.recovery.incident.slurm_evidence import is_ending
+from slurm_forge.recovery.nodes.placement import Seats
+from slurm_forge.recovery.policy.start_mode import start_after
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm

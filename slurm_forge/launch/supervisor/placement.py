@@ -12,12 +12,8 @@ from slurm_forge.launch.attempt.attempt import (
     RELAUNCHING,
     Attempt,
 )
-from slurm_forge.launch.render.launch_command import (
-    by_torchrun,
-)
-from slurm_forge.launch.supervisor.srun import (
-    takes_seat_file,
-)
+from slurm_forge.launch.render.launch_command import by_torchrun
+from slurm_forge.launch.supervisor.srun import takes_seat_file
 from slurm_forge.recovery.nodes.placement import (
     Room,
     Seats,
@@ -30,9 +26,7 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.records import JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 
 __all__ = ["Seating"]

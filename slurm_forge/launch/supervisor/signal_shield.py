@@ -24,12 +24,8 @@ from types import FrameType
 from typing import NoReturn
 
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.descendants import (
     adopt_orphans,
     children,
@@ -39,9 +35,7 @@ from slurm_forge.descendants import (
 )
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs, torchrun_variables
-from slurm_forge.launch.render.container_environment import (
-    container_environment,
-)
+from slurm_forge.launch.render.container_environment import container_environment
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 

@@ -13,16 +13,10 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import IO
 
-from slurm_forge.recovery.incident.launch_facts import (
-    WorkerEnd,
-)
-from slurm_forge.recovery.nodes.placement import (
-    Seats,
-)
+from slurm_forge.recovery.incident.launch_facts import WorkerEnd
+from slurm_forge.recovery.nodes.placement import Seats
 from slurm_forge.signals import signal_name
-from slurm_forge.slurm.text.nodelist import (
-    fold_nodes,
-)
+from slurm_forge.slurm.text.nodelist import fold_nodes
 
 __all__ = ["StepProcess", "srun_command", "takes_seat_file"]
 

@@ -14,12 +14,8 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
-from slurm_forge.recovery.run_watch import (
-    RunSeen,
-)
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
+from slurm_forge.recovery.run_watch import RunSeen
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.remembered import Remembered, signature
 

@@ -36,14 +36,10 @@ from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord, QueueRecord
 from slurm_forge.slurm.states import TERMINAL, JobState
-from slurm_forge.slurm.text.array_tasks import (
-    tasks_of,
-)
+from slurm_forge.slurm.text.array_tasks import tasks_of
 
 if TYPE_CHECKING:
-    from slurm_forge.launch.requeue.reconcile import (
-        Brought,
-    )
+    from slurm_forge.launch.requeue.reconcile import Brought
 
 __all__ = ["Found", "Round", "Watcher"]
 
@@ -206,9 +202,7 @@ class Watcher:
     def _act(self, run: RunDirectory, seen: RunSeen, finding: Finding) -> Found | None:
         """Carry the remedy out; None where it was not needed any more."""
         # Most looks find nothing to do, and what is needed for it takes longer to load than they.
-        from slurm_forge.launch.requeue.reconcile import (
-            reconcile,
-        )
+        from slurm_forge.launch.requeue.reconcile import reconcile
         from slurm_forge.spec.run_file import read_run_file
 
         path = str(run.path)
@@ -232,12 +226,8 @@ class Watcher:
 
     def _restart(self, run: RunDirectory, seen: RunSeen) -> Brought:
         """As ``slurm-forge requeue``, unless anything has changed since it was looked at."""
-        from slurm_forge.launch.requeue.reconcile import (
-            bring_back,
-        )
-        from slurm_forge.launch.submit.submission import (
-            note,
-        )
+        from slurm_forge.launch.requeue.reconcile import bring_back
+        from slurm_forge.launch.submit.submission import note
         from slurm_forge.spec.run_file import read_run_file
 
         def unless(state: RunState, record: JobRecord | None) -> str | None:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.recovery.incident.launch_facts import (
-    RankFailure,
-)
+from slurm_forge.recovery.incident.launch_facts import RankFailure
 from slurm_forge.recovery.incident.slurm_evidence import (
     BY_STATE,
     of_node,

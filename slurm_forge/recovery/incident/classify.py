@@ -11,9 +11,7 @@ from slurm_forge.recovery.incident.launch_facts import (
     LostRank,
     RankFailure,
 )
-from slurm_forge.recovery.incident.lost_nodes import (
-    vanished,
-)
+from slurm_forge.recovery.incident.lost_nodes import vanished
 from slurm_forge.recovery.incident.rank_exits import (
     first_lost,
     launcher_killed,
@@ -29,9 +27,7 @@ from slurm_forge.recovery.incident.slurm_evidence import (
     of_a_stop,
     says_why,
 )
-from slurm_forge.recovery.monitor.straggler_reports import (
-    in_words,
-)
+from slurm_forge.recovery.monitor.straggler_reports import in_words
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 

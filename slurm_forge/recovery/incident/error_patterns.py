@@ -10,12 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_forge.recovery.incident.error_pattern import (
-    Pattern,
-)
-from slurm_forge.recovery.incident.local_errors import (
-    LOCAL_ERRORS,
-)
+from slurm_forge.recovery.incident.error_pattern import Pattern
+from slurm_forge.recovery.incident.local_errors import LOCAL_ERRORS
 from slurm_forge.recovery.incident.remote_errors import (
     RANK_ERRORS,
     SERVICE_ERRORS,

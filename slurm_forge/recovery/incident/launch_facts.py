@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from slurm_forge.errors import UsageError
-from slurm_forge.recovery.monitor.preflight_verdict import (
-    Refusal,
-)
-from slurm_forge.recovery.monitor.probe_verdict import (
-    Found,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
-from slurm_forge.recovery.monitor.straggler_reports import (
-    Straggler,
-)
-from slurm_forge.recovery.nodes.placement import (
-    Seats,
-)
+from slurm_forge.recovery.monitor.preflight_verdict import Refusal
+from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.stalls import Stall
+from slurm_forge.recovery.monitor.straggler_reports import Straggler
+from slurm_forge.recovery.nodes.placement import Seats
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import signal
 
-from slurm_forge.recovery.incident.launch_facts import (
-    LaunchFacts,
-)
-from slurm_forge.slurm.text.srun_messages import (
-    task_ends,
-)
+from slurm_forge.recovery.incident.launch_facts import LaunchFacts
+from slurm_forge.slurm.text.srun_messages import task_ends
 from slurm_forge.vocabulary.cause import Cause, Evidence
 
 __all__ = ["no_word_from", "vanished"]

@@ -6,9 +6,7 @@ import re
 import signal
 from dataclasses import replace
 
-from slurm_forge.recovery.incident.crash_dumps import (
-    find_dump,
-)
+from slurm_forge.recovery.incident.crash_dumps import find_dump
 from slurm_forge.recovery.incident.launch_facts import (
     LaunchFacts,
     LostRank,

@@ -8,18 +8,14 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.recovery.incident.launch_facts import (
-    LaunchFacts,
-)
+from slurm_forge.recovery.incident.launch_facts import LaunchFacts
 from slurm_forge.recovery.incident.lost_nodes import (
     no_word_from,
     vanished,
 )
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import TERMINAL, JobState
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-)
+from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.slurm.text.srun_messages import (
     Cancelled,
     ended_by_srun,

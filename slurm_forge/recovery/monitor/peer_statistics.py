@@ -6,12 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from slurm_forge.recovery.monitor.drift import (
-    spread_of,
-)
-from slurm_forge.recovery.monitor.straggler_reports import (
-    Reading,
-)
+from slurm_forge.recovery.monitor.drift import spread_of
+from slurm_forge.recovery.monitor.straggler_reports import Reading
 
 __all__ = ["Rest", "by_host", "lower", "others_of", "too_many"]
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slurm_forge.recovery.monitor.probe_verdict import (
-    Found,
-)
+from slurm_forge.recovery.monitor.probe_verdict import Found
 from slurm_forge.recovery.monitor.rank_phrases import (
     SHOWN,
     some_ranks,
 )
-from slurm_forge.recovery.monitor.stalls import (
-    Look,
-)
+from slurm_forge.recovery.monitor.stalls import Look
 from slurm_forge.vocabulary.cause import Evidence
 
 __all__ = ["with_stacks"]

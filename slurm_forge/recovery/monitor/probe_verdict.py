@@ -11,17 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
-)
+from slurm_forge.recovery.monitor.phase_durations import Rules
 from slurm_forge.recovery.monitor.rank_phrases import (
     FROZEN_WORDS,
     SHOWN,
     some_ranks,
 )
-from slurm_forge.recovery.monitor.stalls import (
-    longest_excuse,
-)
+from slurm_forge.recovery.monitor.stalls import longest_excuse
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = [

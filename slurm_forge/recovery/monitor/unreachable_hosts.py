@@ -13,12 +13,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median
 
-from slurm_forge.control.tcp.links import (
-    Link,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
+from slurm_forge.control.tcp.links import Link
+from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 __all__ = ["LinkSeen", "Trouble", "Unreached", "seen_of", "unreached", "with_network"]

@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from slurm_forge.slurm.records import NodeRecord
-from slurm_forge.slurm.text.nodelist import (
-    fold_nodes,
-)
+from slurm_forge.slurm.text.nodelist import fold_nodes
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Incident
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from slurm_forge.recovery.nodes.exclusion import (
-    Strike,
-)
+from slurm_forge.recovery.nodes.exclusion import Strike
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 

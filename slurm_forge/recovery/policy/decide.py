@@ -5,15 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.nodes.placement import (
-    Room,
-)
-from slurm_forge.recovery.policy.loop_detection import (
-    looping,
-)
-from slurm_forge.recovery.policy.remedies import (
-    remedy,
-)
+from slurm_forge.recovery.nodes.placement import Room
+from slurm_forge.recovery.policy.loop_detection import looping
+from slurm_forge.recovery.policy.remedies import remedy
 from slurm_forge.recovery.policy.rungs import (
     LR_FLOOR,
     Applied,

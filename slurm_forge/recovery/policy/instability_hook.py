@@ -16,9 +16,7 @@ from slurm_forge.recovery.policy.rungs import (
     MOST_TIME,
     changes_between,
 )
-from slurm_forge.recovery.policy.skip_windows import (
-    merged,
-)
+from slurm_forge.recovery.policy.skip_windows import merged
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 

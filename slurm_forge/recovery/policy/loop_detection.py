@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from slurm_forge.journal.state import AttemptState, LaunchState, RunState
-from slurm_forge.recovery.incident.incident_similarity import (
-    alike,
-)
+from slurm_forge.recovery.incident.incident_similarity import alike
 from slurm_forge.recovery.policy.attempt_progress import (
     attempt_of,
     attempts_of,

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 
-from slurm_forge.recovery.policy.requeue_delay import (
-    sooner,
-)
+from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.slurm.records import ConfigRecord
 from slurm_forge.slurm.versions import Release, has

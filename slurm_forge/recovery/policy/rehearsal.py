@@ -10,9 +10,7 @@ from slurm_forge.journal.codec import Record
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.known import INSTABILITY, newest_usable
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.nodes.placement import (
-    Room,
-)
+from slurm_forge.recovery.nodes.placement import Room
 from slurm_forge.recovery.policy.decide import (
     decide,
     skips_allowed,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_forge.recovery.incident.launch_facts import (
-    LaunchFacts,
-)
+from slurm_forge.recovery.incident.launch_facts import LaunchFacts
 from slurm_forge.recovery.incident.slurm_evidence import (
     failed_node,
     killed_for_memory,

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
-from slurm_forge.launch.render.prediction import (
-    Foreseen,
-)
+from slurm_forge.launch.render.prediction import Foreseen
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
     FirstSignal,

@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.launch.render.prediction import (
-    Foreseen,
-)
-from slurm_forge.recovery.policy.prediction import (
-    ResumesFrom,
-)
+from slurm_forge.launch.render.prediction import Foreseen
+from slurm_forge.recovery.policy.prediction import ResumesFrom
 from slurm_forge.recovery.policy.save_interval import (
     ASSUMED,
     Advice,

@@ -7,12 +7,8 @@ from collections.abc import Iterator, Sequence
 from datetime import tzinfo
 
 from slurm_forge.report import text as t
-from slurm_forge.report.explain.logs import (
-    where,
-)
-from slurm_forge.report.story import (
-    story as s,
-)
+from slurm_forge.report.explain.logs import where
+from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import (
     consequences,
     restart,
@@ -23,15 +19,9 @@ from slurm_forge.report.story.pace_story import (
     told_slow,
     told_trend,
 )
-from slurm_forge.report.story.plan_text import (
-    step_of,
-)
-from slurm_forge.report.story.skipped_steps import (
-    row_of,
-)
-from slurm_forge.report.story.unresolved_failure import (
-    is_fault,
-)
+from slurm_forge.report.story.plan_text import step_of
+from slurm_forge.report.story.skipped_steps import row_of
+from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.vocabulary.decision import Action
 
 __all__ = ["AttemptTeller"]

@@ -18,12 +18,8 @@ from slurm_forge.report.story.plan_text import (
     ranges,
     samples_in,
 )
-from slurm_forge.report.story.skipped_steps import (
-    skip_rows,
-)
-from slurm_forge.report.story.story import (
-    ScienceChange,
-)
+from slurm_forge.report.story.skipped_steps import skip_rows
+from slurm_forge.report.story.story import ScienceChange
 from slurm_forge.report.text import clean, number, plural, steps
 from slurm_forge.vocabulary.decision import Change, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan

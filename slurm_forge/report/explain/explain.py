@@ -9,21 +9,11 @@ from itertools import pairwise
 from slurm_forge.journal import RunState, RunStatus, fold
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
-from slurm_forge.report.explain.changes import (
-    what_changed,
-)
-from slurm_forge.report.explain.logs import (
-    output_of,
-)
-from slurm_forge.report.explain.suggestions import (
-    next_time,
-)
-from slurm_forge.report.status.advice import (
-    next_in_story,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.report.explain.changes import what_changed
+from slurm_forge.report.explain.logs import output_of
+from slurm_forge.report.explain.suggestions import next_time
+from slurm_forge.report.status.advice import next_in_story
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.run_status import (
     jobs_of,
     last_heard,
@@ -35,12 +25,8 @@ from slurm_forge.report.story.history import (
     end_of,
     tell,
 )
-from slurm_forge.report.story.lineage import (
-    Lineage,
-)
-from slurm_forge.report.story.story import (
-    RunStory,
-)
+from slurm_forge.report.story.lineage import Lineage
+from slurm_forge.report.story.story import RunStory
 
 __all__ = ["AT_REST", "explain", "only_attempt"]
 

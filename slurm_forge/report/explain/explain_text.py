@@ -7,18 +7,10 @@ from datetime import tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
-from slurm_forge.report.explain.attempt_text import (
-    AttemptTeller,
-)
-from slurm_forge.report.status.status_text import (
-    failing_saves_text,
-)
-from slurm_forge.report.story import (
-    story as s,
-)
-from slurm_forge.report.story.unresolved_failure import (
-    is_fault,
-)
+from slurm_forge.report.explain.attempt_text import AttemptTeller
+from slurm_forge.report.status.status_text import failing_saves_text
+from slurm_forge.report.story import story as s
+from slurm_forge.report.story.unresolved_failure import is_fault
 
 __all__ = ["explain_text"]
 

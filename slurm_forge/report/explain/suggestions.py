@@ -8,16 +8,12 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.recovery.policy.remedies import (
-    remedy,
-)
+from slurm_forge.recovery.policy.remedies import remedy
 from slurm_forge.report.story.plan_text import (
     factor,
     memory_times,
 )
-from slurm_forge.report.story.skipped_steps import (
-    row_of,
-)
+from slurm_forge.report.story.skipped_steps import row_of
 from slurm_forge.report.story.story import (
     IncidentStory,
     LaunchStory,

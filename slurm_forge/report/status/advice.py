@@ -6,12 +6,8 @@ import re
 from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.recovery.policy.remedies import (
-    remedy,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.recovery.policy.remedies import remedy
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.run_status import (
     Standing,
     again,
@@ -19,9 +15,7 @@ from slurm_forge.report.status.run_status import (
     to_go_on,
     turn,
 )
-from slurm_forge.report.story.consequences import (
-    NEXT,
-)
+from slurm_forge.report.story.consequences import NEXT
 from slurm_forge.report.story.story import (
     FailingSaves,
     IncidentStory,

@@ -10,12 +10,8 @@ from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import text as t
-from slurm_forge.report.story import (
-    story as s,
-)
-from slurm_forge.report.story.consequences import (
-    strike,
-)
+from slurm_forge.report.story import story as s
+from slurm_forge.report.story.consequences import strike
 from slurm_forge.report.story.pace_story import (
     PaceTelling,
     told_slow,

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from slurm_forge.journal import Damage, Record
 from slurm_forge.report.purge import PurgeRule
-from slurm_forge.report.story.queue_reason import (
-    QueueAnswer,
-)
+from slurm_forge.report.story.queue_reason import QueueAnswer
 from slurm_forge.run_directory.layout import NEXT_STEP
 from slurm_forge.store.identity import CheckpointName
 

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING
 from slurm_forge.report import text as t
 
 if TYPE_CHECKING:  # a thousand lines that are known already need nothing of a journal
-    from slurm_forge.report.status.report_facts import (
-        RunFacts,
-    )
-    from slurm_forge.report.status.status import (
-        Status,
-    )
+    from slurm_forge.report.status.report_facts import RunFacts
+    from slurm_forge.report.status.status import Status
 
 __all__ = ["ListedRun", "Listing", "listed", "listing", "listing_text", "unreadable"]
 

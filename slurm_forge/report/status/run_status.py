@@ -8,14 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from slurm_forge.journal import Record, RunState, RunStatus
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.report.checkpoints import missing_checkpoint, newest_step
 from slurm_forge.report.purge import purge_warning
-from slurm_forge.report.status.clock_skew import (
-    clock_differences,
-)
+from slurm_forge.report.status.clock_skew import clock_differences
 from slurm_forge.report.status.report_facts import (
     NotStarted,
     RunFacts,

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from datetime import tzinfo
 
 from slurm_forge.report import text as t
-from slurm_forge.report.status.status import (
-    Status,
-)
+from slurm_forge.report.status.status import Status
 from slurm_forge.report.story.plan_text import (
     back_to_schedule,
     factor,

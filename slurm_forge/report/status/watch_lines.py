@@ -9,9 +9,7 @@ from slurm_forge.launch.watch.watcher import (
     Found,
     Round,
 )
-from slurm_forge.recovery.run_watch import (
-    Remedy,
-)
+from slurm_forge.recovery.run_watch import Remedy
 from slurm_forge.report import text as t
 
 __all__ = ["Alert", "AlertedFinding", "WatchReport", "alert", "finding_lines", "watch_report"]

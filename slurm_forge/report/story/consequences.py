@@ -7,15 +7,9 @@ from datetime import tzinfo
 
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import text as t
-from slurm_forge.report.story import (
-    story as s,
-)
-from slurm_forge.report.story.plan_text import (
-    in_words,
-)
-from slurm_forge.report.story.skipped_steps import (
-    row_of,
-)
+from slurm_forge.report.story import story as s
+from slurm_forge.report.story.plan_text import in_words
+from slurm_forge.report.story.skipped_steps import row_of
 from slurm_forge.vocabulary.decision import Action
 
 __all__ = [

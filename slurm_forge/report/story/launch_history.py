@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.report.story import (
-    story as s,
-)
+from slurm_forge.report.story import story as s
 from slurm_forge.report.story.cost import (
     MOST_RANKS,
     Spending,
@@ -20,9 +18,7 @@ from slurm_forge.report.story.lineage import (
     Lineage,
     by_rank_0,
 )
-from slurm_forge.report.story.pace_story import (
-    PaceTelling,
-)
+from slurm_forge.report.story.pace_story import PaceTelling
 from slurm_forge.report.story.plan_text import (
     planned,
     step_of,

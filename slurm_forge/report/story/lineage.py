@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.report.story.skipped_steps import (
-    TimedSkip,
-)
-from slurm_forge.report.story.story import (
-    LoggedFigure,
-)
+from slurm_forge.report.story.skipped_steps import TimedSkip
+from slurm_forge.report.story.story import LoggedFigure
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import tzinfo
 
 from slurm_forge.journal import events as ev
-from slurm_forge.recovery.monitor.slow_links import (
-    Figure,
-)
+from slurm_forge.recovery.monitor.slow_links import Figure
 from slurm_forge.recovery.monitor.straggler_reports import (
     Straggler,
     Why,

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable
 
 from slurm_forge.report import text as t
-from slurm_forge.report.story import (
-    story as s,
-)
+from slurm_forge.report.story import story as s
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import format_memory
 from slurm_forge.vocabulary.plan import RecoveryPlan

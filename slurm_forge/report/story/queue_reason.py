@@ -13,14 +13,10 @@ from datetime import datetime, tzinfo
 
 from slurm_forge.journal import Record, RunStatus, fold
 from slurm_forge.report import text as t
-from slurm_forge.report.story import (
-    story as s,
-)
+from slurm_forge.report.story import story as s
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
-from slurm_forge.slurm.text.array_tasks import (
-    tasks_of,
-)
+from slurm_forge.slurm.text.array_tasks import tasks_of
 
 __all__ = [
     "JobGone",

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slurm_forge.journal import events as ev
-from slurm_forge.report.story import (
-    story as s,
-)
+from slurm_forge.report.story import story as s
 
 __all__ = ["TimedSkip", "row_of", "skip_rows"]
 

@@ -10,9 +10,7 @@ from slurm_forge.recovery.policy.rehearsal import (
     Rehearsal,
 )
 from slurm_forge.report import text as t
-from slurm_forge.report.story.plan_text import (
-    back_to_schedule,
-)
+from slurm_forge.report.story.plan_text import back_to_schedule
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.recovery import Ladder, Rung, SkipSamples, VariableSet
 from slurm_forge.store.identity import CheckpointName

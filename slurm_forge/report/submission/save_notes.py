@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
-from slurm_forge.launch.render.schedule import (
-    lead_time,
-)
+from slurm_forge.launch.render.schedule import lead_time
 from slurm_forge.recovery.policy.save_interval import (
     best_interval,
     mean_time_between,

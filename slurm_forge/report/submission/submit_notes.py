@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from slurm_forge.launch.render.gpu_options import (
-    asked_of,
-)
-from slurm_forge.launch.render.schedule import (
-    lead_time,
-)
+from slurm_forge.launch.render.gpu_options import asked_of
+from slurm_forge.launch.render.schedule import lead_time
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
     Circumstances,
     brought_back,
 )
-from slurm_forge.recovery.policy.save_interval import (
-    FIRST,
-)
+from slurm_forge.recovery.policy.save_interval import FIRST
 from slurm_forge.report.purge import PurgeRule, purge_outlook
-from slurm_forge.report.submission.chain_notes import (
-    chain_outlook,
-)
-from slurm_forge.report.submission.save_notes import (
-    saves_outlook,
-)
+from slurm_forge.report.submission.chain_notes import chain_outlook
+from slurm_forge.report.submission.save_notes import saves_outlook
 from slurm_forge.report.text import clean
 from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site, Storage

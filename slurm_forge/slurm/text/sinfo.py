@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 
 from slurm_forge.errors import SlurmCommandError
-from slurm_forge.slurm.text.fields import (
-    to_optional,
-)
+from slurm_forge.slurm.text.fields import to_optional
 from slurm_forge.units import MIB
 
 __all__ = ["SINFO_FORMAT", "GpuKind", "NodeGroup", "parse_sinfo"]

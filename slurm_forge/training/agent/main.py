@@ -19,12 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.descendants import (
     adopt_orphans,
     children,
@@ -36,12 +32,8 @@ from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
 from slurm_forge.slurm.kernel import read_oom_kills
-from slurm_forge.training.agent.event_loop import (
-    AgentLoop,
-)
-from slurm_forge.training.agent.gpu_memory import (
-    wait_until_given_back,
-)
+from slurm_forge.training.agent.event_loop import AgentLoop
+from slurm_forge.training.agent.gpu_memory import wait_until_given_back
 from slurm_forge.training.agent.worker import (
     ForkedWorker,
     Program,

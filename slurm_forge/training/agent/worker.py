@@ -13,9 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_forge.control.messages import (
-    agent as a,
-)
+from slurm_forge.control.messages import agent as a
 from slurm_forge.descendants import reap
 from slurm_forge.errors import ForgeError
 from slurm_forge.process import process_words
@@ -123,9 +121,7 @@ class Program:
             sys.argv = [self.module, *self.arguments]
             runpy.run_module(self.module, run_name="__main__", alter_sys=True)
         else:
-            from slurm_forge.training.rank.main import (
-                main as be_a_rank,
-            )
+            from slurm_forge.training.rank.main import main as be_a_rank
 
             be_a_rank([self.run], parking)
 

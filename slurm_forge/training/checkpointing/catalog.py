@@ -11,12 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from slurm_forge.checkpoint.content.health import (
-    about_state,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.checkpoint.content.health import about_state
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import CheckpointError, ForgeError, StorageFullError
 from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
 from slurm_forge.journal import known as k
@@ -37,12 +33,8 @@ from slurm_forge.spec.job import BestMode, CheckpointSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import Manifest
-from slurm_forge.training.checkpointing.known_checkpoints import (
-    Book,
-)
-from slurm_forge.training.checkpointing.retention import (
-    Housekeeping,
-)
+from slurm_forge.training.checkpointing.known_checkpoints import Book
+from slurm_forge.training.checkpointing.retention import Housekeeping
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
 

@@ -22,16 +22,12 @@ from slurm_forge.recovery.fingerprint import Fingerprint, compare, job_facts, re
 from slurm_forge.spec import JobSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
-from slurm_forge.training.checkpointing import (
-    environment_fingerprint as environment,
-)
+from slurm_forge.training.checkpointing import environment_fingerprint as environment
 from slurm_forge.training.checkpointing.structure import (
     Structure,
     differences,
 )
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
+from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.dataset_fingerprint import (
     DataVersion,
     data_facts,

@@ -16,9 +16,7 @@ from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.retention import Present, wanted
 from slurm_forge.store.room import room_in, shortage
-from slurm_forge.training.checkpointing.known_checkpoints import (
-    Book,
-)
+from slurm_forge.training.checkpointing.known_checkpoints import Book
 from slurm_forge.vocabulary.trust import Trust
 
 __all__ = ["Housekeeping"]

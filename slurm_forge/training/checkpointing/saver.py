@@ -14,22 +14,14 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.content.health import (
-    NOTES,
-)
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.content.health import NOTES
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.pending_save import (
     Flight,
     Saved,
 )
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.control import Member
 from slurm_forge.errors import (
     CheckpointError,
@@ -45,18 +37,10 @@ from slurm_forge.training.checkpointing.catalog import (
     Keeping,
     PeopleHeard,
 )
-from slurm_forge.training.checkpointing.compatibility import (
-    Comparing,
-)
-from slurm_forge.training.core import (
-    rng,
-)
-from slurm_forge.training.core.instability import (
-    InForce,
-)
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
+from slurm_forge.training.checkpointing.compatibility import Comparing
+from slurm_forge.training.core import rng
+from slurm_forge.training.core.instability import InForce
+from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.run_state import (
     Progress,
     Registry,

@@ -22,9 +22,7 @@ from slurm_forge.errors import (
     RanksLostError,
     UnsupportedError,
 )
-from slurm_forge.recovery.incident.error_patterns import (
-    find_cause,
-)
+from slurm_forge.recovery.incident.error_patterns import find_cause
 from slurm_forge.recovery.incident.output_tail import (
     MISTAKES,
     even_of_a_mistake,

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurm_forge.training.core.step_verdict import (
-    LARGEST,
-)
+from slurm_forge.training.core.step_verdict import LARGEST
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow

@@ -20,14 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.recovery.policy import (
-    micro_batch as rules,
-)
+from slurm_forge.recovery.policy import micro_batch as rules
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.learned import BegunFile, LearnedFiles, MicroBatchNote
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
+from slurm_forge.training.core.run_state import Registry
 
 __all__ = ["Learning", "fingerprint"]
 

@@ -19,9 +19,7 @@ from torch import nn
 
 from slurm_forge.files import write_atomic
 from slurm_forge.slurm.kernel import parse_counters, read_memory_limit
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
+from slurm_forge.training.core.run_state import Registry
 
 __all__ = ["Holdings", "Pressure", "RankInfo", "account", "cuda_stats", "holdings", "write_account"]
 

@@ -20,9 +20,7 @@ from slurm_forge.control.addresses import (
     format_addresses,
     parse_addresses,
 )
-from slurm_forge.control.messages.protocol import (
-    Publish,
-)
+from slurm_forge.control.messages.protocol import Publish
 from slurm_forge.errors import ConfigError, ControlChannelError
 
 __all__ = ["Groups", "choose_device", "join", "refuse_another"]

@@ -26,16 +26,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
-from slurm_forge.training.core.oom import (
-    LoaderKilledError,
-)
+from slurm_forge.training.core.oom import LoaderKilledError
 from slurm_forge.training.core.rng import (
     preserved,
     seed_sample,
 )
-from slurm_forge.training.core.sample_order import (
-    SampleId,
-)
+from slurm_forge.training.core.sample_order import SampleId
 from slurm_forge.training.data.worker_shield import (
     children_deaf_from_birth,
     shield_worker,

@@ -24,12 +24,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.spec.faults import Fault, FaultKind, Target
-from slurm_forge.training.core.loss import (
-    Loss,
-)
-from slurm_forge.training.core.sample_order import (
-    Windows,
-)
+from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.sample_order import Windows
 from slurm_forge.training.faults.strikes import (
     damage,
     hold_interpreter,
@@ -42,12 +38,8 @@ from slurm_forge.training.faults.strikes import (
 from slurm_forge.vocabulary.plan import SampleWindow
 
 if TYPE_CHECKING:
-    from slurm_forge.training.core.run_state import (
-        Registry,
-    )
-    from slurm_forge.training.data.batches import (
-        Batch,
-    )
+    from slurm_forge.training.core.run_state import Registry
+    from slurm_forge.training.data.batches import Batch
 
 
 import json

@@ -17,16 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from slurm_forge.checkpoint.content.tensors import (
-    local_part,
-)
+from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.spec.faults import Target
 
 if TYPE_CHECKING:
-    from slurm_forge.training.core.run_state import (
-        Registry,
-    )
+    from slurm_forge.training.core.run_state import Registry
 
 
 import ctypes

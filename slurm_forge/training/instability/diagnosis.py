@@ -15,18 +15,10 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.training.core.loss import (
-    Loss,
-)
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
-from slurm_forge.training.core.sample_order import (
-    SampleId,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
+from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.core.sample_order import SampleId
+from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.diagnosis_report import (
     MOST_NAMES,
     MOST_SAMPLES,
@@ -51,9 +43,7 @@ from slurm_forge.training.instability.replay import (
     replay,
     unsynchronised,
 )
-from slurm_forge.training.step.gradient_norms import (
-    parameter_names,
-)
+from slurm_forge.training.step.gradient_norms import parameter_names
 
 __all__ = ["Blamed", "Examination", "Examiner", "Generators"]
 

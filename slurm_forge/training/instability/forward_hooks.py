@@ -17,12 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from slurm_forge.checkpoint.content.models import (
-    wrapped_attribute,
-)
-from slurm_forge.training.step.gradient_norms import (
-    parameter_names,
-)
+from slurm_forge.checkpoint.content.models import wrapped_attribute
+from slurm_forge.training.step.gradient_norms import parameter_names
 
 __all__ = [
     "Lookout",

@@ -14,16 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from slurm_forge.training.core import (
-    rng,
-)
+from slurm_forge.training.core import rng
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.data.batches import (
-    Batch,
-)
+from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.forward_hooks import (
     Lookout,
     Seen,

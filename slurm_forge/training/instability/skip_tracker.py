@@ -25,40 +25,24 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
     Anomaly,
     announce,
 )
-from slurm_forge.recovery.policy.decide import (
-    skips_allowed,
-)
+from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.core.instability import (
-    Trouble,
-)
+from slurm_forge.training.core.instability import Trouble
 from slurm_forge.training.core.run_state import (
     Progress,
     Registry,
 )
-from slurm_forge.training.core.step_verdict import (
-    Reading,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
+from slurm_forge.training.core.step_verdict import Reading
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.faults.injector import Injecting
 from slurm_forge.training.instability.diagnosis import (
     Examination,
     Examiner,
     Generators,
 )
-from slurm_forge.training.instability.spike_monitor import (
-    SpikeWatch,
-)
-from slurm_forge.training.step.gradient_guard import (
-    Applied,
-)
-from slurm_forge.training.step.gradient_norms import (
-    parameter_names,
-)
+from slurm_forge.training.instability.spike_monitor import SpikeWatch
+from slurm_forge.training.step.gradient_guard import Applied
+from slurm_forge.training.step.gradient_norms import parameter_names
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.plan import SampleWindow
 

@@ -23,13 +23,9 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
     Spikes,
     announce,
 )
-from slurm_forge.recovery.policy.decide import (
-    skips_allowed,
-)
+from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.core.step_verdict import (
-    LARGEST,
-)
+from slurm_forge.training.core.step_verdict import LARGEST
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["SpikeWatch", "StepReading", "limit_in"]

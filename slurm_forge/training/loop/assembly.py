@@ -8,72 +8,34 @@ from dataclasses import dataclass
 import torch
 
 from slurm_forge.control import Member, Request
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.journal import JournalWriter
-from slurm_forge.training.checkpointing.compatibility import (
-    Comparing,
-)
-from slurm_forge.training.checkpointing.resume_check import (
-    FirstSteps,
-)
-from slurm_forge.training.checkpointing.saver import (
-    Saver,
-)
-from slurm_forge.training.core.hooks import (
-    Hooks,
-)
-from slurm_forge.training.core.instability import (
-    InForce,
-)
-from slurm_forge.training.core.process_group import (
-    Groups,
-)
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
+from slurm_forge.training.checkpointing.compatibility import Comparing
+from slurm_forge.training.checkpointing.resume_check import FirstSteps
+from slurm_forge.training.checkpointing.saver import Saver
+from slurm_forge.training.core.hooks import Hooks
+from slurm_forge.training.core.instability import InForce
+from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.run_state import (
     Progress,
     Registry,
 )
-from slurm_forge.training.core.step_boundary import (
-    Boundaries,
-)
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
-from slurm_forge.training.instability.diagnosis import (
-    Examiner,
-)
+from slurm_forge.training.core.step_boundary import Boundaries
+from slurm_forge.training.faults.injector import Injecting
+from slurm_forge.training.instability.diagnosis import Examiner
 from slurm_forge.training.instability.skip_tracker import (
     LaunchGivenUp,
     Skips,
 )
-from slurm_forge.training.instability.spike_monitor import (
-    SpikeWatch,
-)
-from slurm_forge.training.loop.progress_log import (
-    Telling,
-)
-from slurm_forge.training.loop.recovery import (
-    Recovering,
-)
-from slurm_forge.training.loop.save_schedule import (
-    Saves,
-)
-from slurm_forge.training.loop.step_lifecycle import (
-    Stepping,
-)
-from slurm_forge.training.monitor.collective_probe import (
-    Probe,
-)
-from slurm_forge.training.monitor.pace import (
-    Pacing,
-)
-from slurm_forge.training.step.loss_history import (
-    LossTrail,
-)
+from slurm_forge.training.instability.spike_monitor import SpikeWatch
+from slurm_forge.training.loop.progress_log import Telling
+from slurm_forge.training.loop.recovery import Recovering
+from slurm_forge.training.loop.save_schedule import Saves
+from slurm_forge.training.loop.step_lifecycle import Stepping
+from slurm_forge.training.monitor.collective_probe import Probe
+from slurm_forge.training.monitor.pace import Pacing
+from slurm_forge.training.step.loss_history import LossTrail
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Parts", "assemble"]

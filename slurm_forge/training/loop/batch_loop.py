@@ -13,44 +13,28 @@ import torch
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.recovery.fingerprint import sampling_facts
-from slurm_forge.recovery.policy.micro_batch import (
-    may_shrink,
-)
+from slurm_forge.recovery.policy.micro_batch import may_shrink
 from slurm_forge.training.core.duration import (
     Epochs,
     Steps,
 )
-from slurm_forge.training.core.learned_micro_batch import (
-    Learning,
-)
-from slurm_forge.training.core.process_group import (
-    Groups,
-)
-from slurm_forge.training.core.rank_consistency import (
-    require_same,
-)
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
+from slurm_forge.training.core.learned_micro_batch import Learning
+from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.rank_consistency import require_same
+from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.sample_order import (
     SampleOrder,
     Windows,
     fitting_micro_batch,
 )
-from slurm_forge.training.core.step_boundary import (
-    DATA_POLL,
-)
+from slurm_forge.training.core.step_boundary import DATA_POLL
 from slurm_forge.training.data.batches import (
     Batch,
     BatchSource,
     require_indexable,
 )
-from slurm_forge.training.loop.assembly import (
-    Parts,
-)
-from slurm_forge.training.loop.resume import (
-    Resuming,
-)
+from slurm_forge.training.loop.assembly import Parts
+from slurm_forge.training.loop.resume import Resuming
 
 __all__ = ["Asked", "Feeding"]
 

@@ -12,9 +12,7 @@ import torch
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import EpochEnded, Logged
 from slurm_forge.journal.events import Progress as ProgressSeen
-from slurm_forge.training.core.run_state import (
-    Progress,
-)
+from slurm_forge.training.core.run_state import Progress
 
 __all__ = ["Telling"]
 

@@ -19,9 +19,7 @@ from pydantic import TypeAdapter
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import HookError
 from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen, Recovered
@@ -34,36 +32,22 @@ from slurm_forge.recovery.policy.decide import (
     asks_hook_first,
     decide,
 )
-from slurm_forge.recovery.policy.instability_hook import (
-    answered,
-)
+from slurm_forge.recovery.policy.instability_hook import answered
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.core.hooks import (
-    Hooks,
-)
+from slurm_forge.training.core.hooks import Hooks
 from slurm_forge.training.core.instability import (
     InForce,
     Trouble,
 )
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
-from slurm_forge.training.core.run_state import (
-    Progress,
-)
-from slurm_forge.training.core.step_verdict import (
-    LARGEST,
-)
+from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.run_state import Progress
+from slurm_forge.training.core.step_verdict import LARGEST
 from slurm_forge.training.instability.skip_tracker import (
     LaunchGivenUp,
     Skips,
 )
-from slurm_forge.training.instability.spike_monitor import (
-    SpikeWatch,
-)
-from slurm_forge.training.loop.save_schedule import (
-    Saves,
-)
+from slurm_forge.training.instability.spike_monitor import SpikeWatch
+from slurm_forge.training.loop.save_schedule import Saves
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.json_value import Json

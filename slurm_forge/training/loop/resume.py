@@ -12,28 +12,16 @@ from slurm_forge.control import Member
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Resumed
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.core import (
-    rng,
-)
-from slurm_forge.training.core.process_group import (
-    Groups,
-)
-from slurm_forge.training.core.rank_consistency import (
-    require_same,
-)
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
-from slurm_forge.training.loop.assembly import (
-    Parts,
-)
+from slurm_forge.training.core import rng
+from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.rank_consistency import require_same
+from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.step.ddp_warmup import (
     Buckets,
     settle_ddp_buckets,
 )
-from slurm_forge.training.step.loss_history import (
-    values,
-)
+from slurm_forge.training.step.loss_history import values
 from slurm_forge.vocabulary.position import Position
 
 __all__ = ["Resuming"]

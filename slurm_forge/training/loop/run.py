@@ -12,30 +12,18 @@ import torch
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member, Request, RequestKind
-from slurm_forge.control.messages import (
-    protocol as p,
-)
-from slurm_forge.control.messages.probe import (
-    BANDWIDTH,
-)
+from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.probe import BANDWIDTH
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.recovery.monitor.loss_anomaly import (
-    announced,
-)
-from slurm_forge.training.core import (
-    rng,
-)
+from slurm_forge.recovery.monitor.loss_anomaly import announced
+from slurm_forge.training.core import rng
 from slurm_forge.training.core.duration import (
     Epochs,
     Steps,
 )
-from slurm_forge.training.core.error_report import (
-    in_one_line,
-)
-from slurm_forge.training.core.loss import (
-    Loss,
-)
+from slurm_forge.training.core.error_report import in_one_line
+from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.memory_report import (
     Pressure,
     cuda_stats,
@@ -44,46 +32,22 @@ from slurm_forge.training.core.oom import (
     Memory,
     memory_that_ran_out,
 )
-from slurm_forge.training.core.process_group import (
-    Groups,
-)
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
-from slurm_forge.training.core.step_boundary import (
-    RunStopped,
-)
-from slurm_forge.training.core.step_verdict import (
-    LARGEST,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.data.dataset_fingerprint import (
-    DataVersion,
-)
-from slurm_forge.training.faults.injector import (
-    first_sample,
-)
-from slurm_forge.training.instability.spike_monitor import (
-    limit_in,
-)
-from slurm_forge.training.loop.assembly import (
-    assemble,
-)
+from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.training.core.step_verdict import LARGEST
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.data.dataset_fingerprint import DataVersion
+from slurm_forge.training.faults.injector import first_sample
+from slurm_forge.training.instability.spike_monitor import limit_in
+from slurm_forge.training.loop.assembly import assemble
 from slurm_forge.training.loop.batch_loop import (
     Asked,
     Feeding,
 )
-from slurm_forge.training.loop.resume import (
-    Resuming,
-)
-from slurm_forge.training.step.step import (
-    Step,
-)
+from slurm_forge.training.loop.resume import Resuming
+from slurm_forge.training.step.step import Step
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 __all__ = ["Run"]

@@ -11,25 +11,15 @@ import torch
 from slurm_forge.journal import Known
 from slurm_forge.spec.job import CheckpointSpec
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.checkpointing.saver import (
-    Saver,
-)
-from slurm_forge.training.core import (
-    rng,
-)
-from slurm_forge.training.core.hooks import (
-    Hooks,
-)
+from slurm_forge.training.checkpointing.saver import Saver
+from slurm_forge.training.core import rng
+from slurm_forge.training.core.hooks import Hooks
 from slurm_forge.training.core.run_state import (
     Progress,
     Registry,
 )
-from slurm_forge.training.core.step_boundary import (
-    Boundaries,
-)
-from slurm_forge.training.instability.skip_tracker import (
-    Skips,
-)
+from slurm_forge.training.core.step_boundary import Boundaries
+from slurm_forge.training.instability.skip_tracker import Skips
 
 __all__ = ["Saves"]
 

@@ -8,47 +8,25 @@ from typing import Any
 import torch
 
 from slurm_forge.control import Member
-from slurm_forge.training.checkpointing.resume_check import (
-    FirstSteps,
-)
-from slurm_forge.training.core.instability import (
-    InForce,
-)
-from slurm_forge.training.core.loss import (
-    BatchLoss,
-)
+from slurm_forge.training.checkpointing.resume_check import FirstSteps
+from slurm_forge.training.core.instability import InForce
+from slurm_forge.training.core.loss import BatchLoss
 from slurm_forge.training.core.run_state import (
     Progress,
     Registry,
 )
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
-from slurm_forge.training.instability.replay import (
-    Generators,
-)
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.faults.injector import Injecting
+from slurm_forge.training.instability.replay import Generators
 from slurm_forge.training.instability.skip_tracker import (
     Skips,
     Taken,
 )
-from slurm_forge.training.monitor.pace import (
-    Pacing,
-)
-from slurm_forge.training.step.buffer_snapshot import (
-    BufferSnapshot,
-)
-from slurm_forge.training.step.gradient_guard import (
-    drop_gradients,
-)
-from slurm_forge.training.step.loss_history import (
-    LossTrail,
-)
-from slurm_forge.training.step.step import (
-    Step,
-)
+from slurm_forge.training.monitor.pace import Pacing
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
+from slurm_forge.training.step.gradient_guard import drop_gradients
+from slurm_forge.training.step.loss_history import LossTrail
+from slurm_forge.training.step.step import Step
 from slurm_forge.vocabulary.plan import SampleWindow
 
 __all__ = ["Stepping"]

@@ -20,9 +20,7 @@ from slurm_forge.control.clock_page import ProgressClock, new_page
 from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import process_environ
-from slurm_forge.training.monitor.flight_recorder import (
-    prepare,
-)
+from slurm_forge.training.monitor.flight_recorder import prepare
 from slurm_forge.training.monitor.stacks import (
     dump_on_signal,
     no_more_dumps,

@@ -21,17 +21,13 @@ from pathlib import Path
 
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.clock_page import ClockReader
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.stack_text import essence
 from slurm_forge.control.tcp.links import (
     say_links,
     summarize,
 )
-from slurm_forge.control.tcp.own_connections import (
-    connection_of,
-)
+from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.knobs import Knobs
@@ -51,12 +47,8 @@ from slurm_forge.training.monitor.netlink import (
     connections_of,
     own_addresses,
 )
-from slurm_forge.training.monitor.port_counters import (
-    PortCounters,
-)
-from slurm_forge.training.monitor.stacks import (
-    StackTaker,
-)
+from slurm_forge.training.monitor.port_counters import PortCounters
+from slurm_forge.training.monitor.stacks import StackTaker
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Subject", "Witness", "main"]

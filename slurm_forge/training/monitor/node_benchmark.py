@@ -12,9 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slurm_forge.training.monitor.stopwatch import (
-    new_event,
-)
+from slurm_forge.training.monitor.stopwatch import new_event
 
 __all__ = ["CudaTrial", "HostTrial", "Trial", "trial_on"]
 

@@ -22,16 +22,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from slurm_forge.control.messages.message import (
-    Message,
-)
-from slurm_forge.control.messages.step_timing import (
-    Paced,
-)
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.step_timing import Paced
 from slurm_forge.slurm.kernel import controller_groups, parse_counters
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
+from slurm_forge.training.faults.injector import Injecting
 from slurm_forge.training.monitor.node_benchmark import (
     Trial,
     trial_on,

@@ -28,16 +28,12 @@ from slurm_forge.control.messages.preflight import (
     round_key,
     store_key,
 )
-from slurm_forge.control.messages.protocol import (
-    Publish,
-)
+from slurm_forge.control.messages.protocol import Publish
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.faults import FaultKind
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.core.rank_info import (
-    RankPlace,
-)
+from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.faults.injector import (
     FOLDER,
     Struck,
@@ -46,12 +42,8 @@ from slurm_forge.training.preflight.child import (
     Looker,
     TrialAsked,
 )
-from slurm_forge.training.preflight.group_test import (
-    Trial,
-)
-from slurm_forge.training.preflight.node_checks import (
-    Wanted,
-)
+from slurm_forge.training.preflight.group_test import Trial
+from slurm_forge.training.preflight.node_checks import Wanted
 
 __all__ = ["Preflight", "wanted_of_run"]
 

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from slurm_forge.control import Member
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.messages.preflight import (
-    Thoroughness,
-)
+from slurm_forge.control.messages.preflight import Thoroughness
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.slurm.environment import process_environ
@@ -27,12 +25,8 @@ from slurm_forge.training.core.rank_info import (
     RankPlace,
     place_from_environ,
 )
-from slurm_forge.training.preflight.main import (
-    Preflight,
-)
-from slurm_forge.training.preflight.node_checks import (
-    Wanted,
-)
+from slurm_forge.training.preflight.main import Preflight
+from slurm_forge.training.preflight.node_checks import Wanted
 
 __all__ = ["main"]
 

@@ -8,9 +8,7 @@ import threading
 import time
 import traceback
 
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory, list_claims

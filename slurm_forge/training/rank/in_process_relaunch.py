@@ -26,12 +26,8 @@ from types import FrameType
 from typing import Any
 
 from slurm_forge.control import HUB_GONE, Member
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.descendants import kill_helpers
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.signals import UNWIND_SIGNAL, SignalWatcher

@@ -28,9 +28,7 @@ from slurm_forge.training.core.rank_info import (
     place_from_environ,
     place_of_script,
 )
-from slurm_forge.training.core.rank_variables import (
-    take_on,
-)
+from slurm_forge.training.core.rank_variables import take_on
 from slurm_forge.training.monitor.client import (
     Witnessed,
     begin_to_be_witnessed,

@@ -19,15 +19,9 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.core.rank_info import (
-    RankPlace,
-)
-from slurm_forge.training.core.rank_variables import (
-    take_on_plan,
-)
-from slurm_forge.training.monitor.client import (
-    Witnessed,
-)
+from slurm_forge.training.core.rank_info import RankPlace
+from slurm_forge.training.core.rank_variables import take_on_plan
+from slurm_forge.training.monitor.client import Witnessed
 from slurm_forge.training.rank.error_file import (
     last_words_of,
     leave_behind,
@@ -38,9 +32,7 @@ from slurm_forge.training.rank.in_process_relaunch import (
     LaunchOver,
     Unwinding,
 )
-from slurm_forge.training.rank.preload import (
-    no_collections,
-)
+from slurm_forge.training.rank.preload import no_collections
 from slurm_forge.vocabulary.cause import Cause
 
 __all__ = ["Outcome", "Rank", "Result"]
@@ -138,9 +130,7 @@ class Rank:
                 raise
             self._last_words(error)
             return Result(Outcome.FAILED, 0)
-        from slurm_forge.training.core.entry import (
-            call_entry,
-        )
+        from slurm_forge.training.core.entry import call_entry
 
         def work() -> int:
             assert self._entry is not None  # noqa: S101  loaded above
@@ -181,12 +171,8 @@ class Rank:
         self._member.close()
 
     def _outcome(self, work: Callable[[], int]) -> Result:
-        from slurm_forge.training.core.step_boundary import (
-            RunStopped,
-        )
-        from slurm_forge.training.instability.skip_tracker import (
-            LaunchGivenUp,
-        )
+        from slurm_forge.training.core.step_boundary import RunStopped
+        from slurm_forge.training.instability.skip_tracker import LaunchGivenUp
 
         run = self._run
         try:
@@ -209,23 +195,15 @@ class Rank:
             import torch
 
             from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
-            from slurm_forge.training.core import (
-                rng,
-            )
-            from slurm_forge.training.core.entry import (
-                load_entry,
-            )
+            from slurm_forge.training.core import rng
+            from slurm_forge.training.core.entry import load_entry
             from slurm_forge.training.core.process_group import (
                 choose_device,
                 join,
                 refuse_another,
             )
-            from slurm_forge.training.core.rank_info import (
-                RankContext,
-            )
-            from slurm_forge.training.loop.run import (
-                Run,
-            )
+            from slurm_forge.training.core.rank_info import RankContext
+            from slurm_forge.training.loop.run import Run
             from slurm_forge.training.preflight.main import (
                 Preflight,
                 wanted_of_run,

@@ -25,9 +25,7 @@ from slurm_forge.training.core.step_verdict import (
     Reading,
     Verdict,
 )
-from slurm_forge.training.step.buffer_snapshot import (
-    BufferSnapshot,
-)
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_norms import (
     Gradients,
     NormParts,

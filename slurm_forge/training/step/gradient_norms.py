@@ -17,9 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from slurm_forge.checkpoint.content.models import (
-    name_parameters,
-)
+from slurm_forge.checkpoint.content.models import name_parameters
 
 __all__ = ["Gradients", "NormParts", "ParameterNorm", "clip_factor", "parameter_names"]
 

@@ -15,12 +15,8 @@ from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.step.buffer_snapshot import (
-    BufferSnapshot,
-)
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     LARGEST,
     Applied,
@@ -28,9 +24,7 @@ from slurm_forge.training.step.gradient_guard import (
 )
 
 if TYPE_CHECKING:
-    from slurm_forge.training.core.run_state import (
-        Registry,
-    )
+    from slurm_forge.training.core.run_state import Registry
 
 __all__ = ["Step"]
 

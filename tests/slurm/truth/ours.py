@@ -15,21 +15,11 @@ import submitit
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState
-from slurm_forge.launch.render.batch_script import (
-    render,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.requeue.reconcile import (
-    reconcile,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.render.batch_script import render
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.requeue.reconcile import reconcile
+from slurm_forge.launch.submit.submission import create_run
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import SlurmCluster

@@ -13,30 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.cli.observe.run_reading import (
-    gather,
-)
+from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.cli.observe.surroundings import (
     surrounded,
     with_queue,
 )
 from slurm_forge.journal import RunStatus
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.explain.explain_text import explain_text
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.status import (
     Status,
     take_status,
 )
-from slurm_forge.report.status.status_text import (
-    status_text,
-)
+from slurm_forge.report.status.status_text import status_text
 from slurm_forge.report.story.story import (
     IncidentStory,
     RunStory,

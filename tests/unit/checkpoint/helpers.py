@@ -18,22 +18,14 @@ from slurm_forge.checkpoint.content.shard_layout import (
     Shard,
     lay_out,
 )
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.direct_io import (
     PAGE,
     round_up,
 )
-from slurm_forge.checkpoint.write.save import (
-    save_checkpoint,
-)
-from slurm_forge.checkpoint.write.shard_writer import (
-    write_shard_file,
-)
+from slurm_forge.checkpoint.write.save import save_checkpoint
+from slurm_forge.checkpoint.write.shard_writer import write_shard_file
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, Manifest

@@ -12,12 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.write import (
-    copying,
-)
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
+from slurm_forge.checkpoint.write import copying
+from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.copying import (
     Copier,
     Filling,

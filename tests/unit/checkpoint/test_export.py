@@ -15,12 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.export import (
-    export_files,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.export import export_files
 from slurm_forge.checkpoint.export.export_files import (
     Format,
     write_export,
@@ -31,9 +27,7 @@ from slurm_forge.checkpoint.export.main import (
     plain_source,
     run_source,
 )
-from slurm_forge.checkpoint.read.plain_dcp import (
-    PlainDcp,
-)
+from slurm_forge.checkpoint.read.plain_dcp import PlainDcp
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError
 from slurm_forge.store.directory import CheckpointStore
 from tests.distributed.ranks import run_ranks

@@ -14,12 +14,8 @@ from slurm_forge.checkpoint.content.health import (
     infinite_by_design,
     unhealthy,
 )
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import no_fence, open_store
 

@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from slurm_forge.checkpoint.read.dcp_metadata import (
-    parse_metadata,
-)
+from slurm_forge.checkpoint.read.dcp_metadata import parse_metadata
 from slurm_forge.errors import CheckpointRejectedError
 
 

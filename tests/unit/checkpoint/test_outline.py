@@ -10,15 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.write.plan import (
-    Planner,
-)
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.write.plan import Planner
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import no_fence, open_store

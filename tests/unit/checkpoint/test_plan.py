@@ -14,15 +14,9 @@ from slurm_forge.checkpoint.content.shard_layout import (
     Shard,
     lay_out,
 )
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import bitwise, no_fence, open_store
 

@@ -3,9 +3,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from slurm_forge.checkpoint.write.planner import (
-    deduplicate,
-)
+from slurm_forge.checkpoint.write.planner import deduplicate
 
 
 def plans(world, tensors):

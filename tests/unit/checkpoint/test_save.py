@@ -9,21 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
-from slurm_forge.checkpoint.write import (
-    save as save_module,
-)
-from slurm_forge.checkpoint.write import (
-    shard_writer as shardfile,
-)
-from slurm_forge.checkpoint.write.arena import (
-    Arena,
-)
-from slurm_forge.checkpoint.write.save import (
-    CheckpointWriter,
-)
+from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.write import save as save_module
+from slurm_forge.checkpoint.write import shard_writer as shardfile
+from slurm_forge.checkpoint.write.arena import Arena
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError, FencedError
 from slurm_forge.store.identity import CheckpointName
 from tests.unit.checkpoint.helpers import no_fence, open_store, save, value_of, weights

@@ -13,12 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_forge.checkpoint.write import (
-    shard_writer as shardfile,
-)
-from slurm_forge.checkpoint.write.direct_io import (
-    PAGE,
-)
+from slurm_forge.checkpoint.write import shard_writer as shardfile
+from slurm_forge.checkpoint.write.direct_io import PAGE
 from tests.unit.checkpoint.helpers import open_descriptors, write_bytes
 
 CHUNK = 4 * PAGE

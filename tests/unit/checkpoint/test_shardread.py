@@ -20,15 +20,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slurm_forge.checkpoint.read import (
-    shard_reader as shardread,
-)
-from slurm_forge.checkpoint.read.shard_reader import (
-    ShardReader,
-)
-from slurm_forge.checkpoint.write.direct_io import (
-    PAGE,
-)
+from slurm_forge.checkpoint.read import shard_reader as shardread
+from slurm_forge.checkpoint.read.shard_reader import ShardReader
+from slurm_forge.checkpoint.write.direct_io import PAGE
 from slurm_forge.errors import CheckpointRejectedError, UnsafeFileError
 from tests.unit.checkpoint.helpers import bitwise, open_descriptors, write_shards
 

@@ -10,12 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
-from slurm_forge.checkpoint.read.load import (
-    resume,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.errors import CheckpointError
 from tests.unit.checkpoint.helpers import bitwise, open_store, save
 

@@ -8,21 +8,15 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.cli.run_choice import (
-    site_places,
-)
+from slurm_forge.cli.run_choice import site_places
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
-)
+from slurm_forge.slurm.text.answers import RequeueOutcome
 from slurm_forge.spec import load_job
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause

@@ -25,9 +25,7 @@ from slurm_forge.cli.start.first_files import (
     name_from,
 )
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.text.directives import (
-    read_directives,
-)
+from slurm_forge.slurm.text.directives import read_directives
 from slurm_forge.spec import JobSpec, load_job
 from slurm_forge.spec.loading import from_yaml
 from slurm_forge.units import format_memory, format_slurm_duration

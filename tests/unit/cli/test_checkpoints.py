@@ -16,9 +16,7 @@ import xxhash
 from safetensors.torch import load_file
 from torch import nn
 
-from slurm_forge.cli.checkpoints import (
-    prune as deleting,
-)
+from slurm_forge.cli.checkpoints import prune as deleting
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import claim_attempt

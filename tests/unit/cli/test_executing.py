@@ -16,9 +16,7 @@ import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded, Note
-from slurm_forge.launch.submit.submission import (
-    run_state,
-)
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
 from tests.unit.cli.conftest import Shell

@@ -13,9 +13,7 @@ from slurm_forge.cli.observe.run_list import (
 )
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal import events as ev
-from slurm_forge.report.status.run_listing import (
-    ListedRun,
-)
+from slurm_forge.report.status.run_listing import ListedRun
 from slurm_forge.run_directory import RunDirectory
 from tests.unit.report.journals import Scribe
 

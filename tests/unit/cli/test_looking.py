@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.observe import (
-    status as looking,
-)
+from slurm_forge.cli.observe import status as looking
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt.run_lock import (
-    present,
-)
+from slurm_forge.launch.attempt.run_lock import present
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import Shell

@@ -11,9 +11,7 @@ import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.node_ledger import NodeLedger
-from slurm_forge.recovery.nodes.exclusion import (
-    Strike,
-)
+from slurm_forge.recovery.nodes.exclusion import Strike
 from slurm_forge.slurm.records import PartitionRecord
 from tests.unit.cli.conftest import JOB, PretendSlurm, Shell
 from tests.unit.cli.test_start import HEAVY, imported

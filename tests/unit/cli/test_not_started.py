@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.command import (
-    main as execute,
-)
-from slurm_forge.launch.supervisor import (
-    main as supervise,
-)
+from slurm_forge.launch.command import main as execute
+from slurm_forge.launch.supervisor import main as supervise
 from tests.unit.cli.conftest import Shell
 
 #: A node list in a form that is not known here.

@@ -8,18 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from slurm_forge.cli.preparation import (
-    check,
-)
-from slurm_forge.cli.start.injected_faults import (
-    rehearsed,
-)
+from slurm_forge.cli.preparation import check
+from slurm_forge.cli.start.injected_faults import rehearsed
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.local import (
-    runner as local,
-)
+from slurm_forge.launch.local import runner as local
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile, read_run_file

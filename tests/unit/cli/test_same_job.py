@@ -9,9 +9,7 @@ import pytest
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     refuse_other_job,

@@ -11,12 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.observe import (
-    status as looking,
-)
-from slurm_forge.cli.observe import (
-    surroundings,
-)
+from slurm_forge.cli.observe import status as looking
+from slurm_forge.cli.observe import surroundings
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.process import Completed
 from slurm_forge.vocabulary.cause import Cause

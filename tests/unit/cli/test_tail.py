@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.cli.observe.journal_tail import (
-    JournalTail,
-)
+from slurm_forge.cli.observe.journal_tail import JournalTail
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.journal import Record, fold
 from slurm_forge.journal import events as ev

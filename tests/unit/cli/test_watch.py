@@ -14,12 +14,8 @@ from typer.testing import CliRunner, Result
 from slurm_forge.cli.main import app
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted, DecisionTaken, UserAsked
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.vocabulary.cause import Cause

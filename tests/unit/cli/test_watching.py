@@ -10,9 +10,7 @@ from slurm_forge.cli.observe.follow import (
     Watcher,
     screen_for,
 )
-from slurm_forge.cli.observe.run_reading import (
-    Gathering,
-)
+from slurm_forge.cli.observe.run_reading import Gathering
 from slurm_forge.journal import events as ev
 from tests.unit.report.journals import Scribe
 

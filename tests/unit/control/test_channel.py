@@ -18,9 +18,7 @@ from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import answering_first, parse_addresses
 from slurm_forge.control.hub import Agreed, Gone, HubEvent, Joined, Said, Withdrawn
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import LAST, Position
 

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from slurm_forge.control import LaunchBrief
 from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.position import LAST, Position

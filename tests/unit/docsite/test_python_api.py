@@ -10,9 +10,7 @@ import pytest
 
 import slurm_forge
 from docsite.pages import DOCS
-from slurm_forge.training.core.hooks import (
-    _NAMES,
-)
+from slurm_forge.training.core.hooks import _NAMES
 
 griffe = pytest.importorskip("griffe")
 

@@ -15,9 +15,7 @@ from signal import Signals
 
 from slurm_forge.control import RequestKind
 from slurm_forge.control.hub import Agreed, Gone, MemberView, Said
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.launch.attempt.attempt import (
@@ -27,42 +25,18 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.attempt.attempt_signals import (
-    BatchSignals,
-)
-from slurm_forge.launch.attempt.evidence import (
-    gathered,
-)
-from slurm_forge.launch.attempt.requeuer import (
-    stays_on,
-)
-from slurm_forge.launch.attempt.stop_explanation import (
-    StopExplanation,
-)
-from slurm_forge.launch.command.conductor import (
-    ProgramConductor,
-)
-from slurm_forge.launch.command.program_signals import (
-    ProgramSignals,
-)
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
-from slurm_forge.launch.render.signal_convention import (
-    Forwarding,
-)
-from slurm_forge.launch.requeue.reconcile import (
-    reconcile,
-)
-from slurm_forge.launch.requeue.requeue import (
-    Ladder,
-)
+from slurm_forge.launch.attempt.attempt_signals import BatchSignals
+from slurm_forge.launch.attempt.evidence import gathered
+from slurm_forge.launch.attempt.requeuer import stays_on
+from slurm_forge.launch.attempt.stop_explanation import StopExplanation
+from slurm_forge.launch.command.conductor import ProgramConductor
+from slurm_forge.launch.command.program_signals import ProgramSignals
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.schedule import Timing
+from slurm_forge.launch.render.signal_convention import Forwarding
+from slurm_forge.launch.requeue.reconcile import reconcile
+from slurm_forge.launch.requeue.requeue import Ladder
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord

@@ -30,9 +30,7 @@ from slurm_forge.recovery.incident.launch_facts import (
     LostRank,
     RankFailure,
 )
-from slurm_forge.recovery.monitor.probe_verdict import (
-    Found,
-)
+from slurm_forge.recovery.monitor.probe_verdict import Found
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence

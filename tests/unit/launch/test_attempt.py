@@ -19,30 +19,20 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.requeue.reconcile import (
-    reconcile,
-)
+from slurm_forge.launch.requeue.reconcile import reconcile
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.incident.classify import (
     LostRank,
     RankFailure,
 )
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
+from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.monitor.straggler_reports import (
     Straggler,
     Why,
 )
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.explain.explain_text import explain_text
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState

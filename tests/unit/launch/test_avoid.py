@@ -18,9 +18,7 @@ from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes import (
-    excluded_nodes as avoid,
-)
+from slurm_forge.launch.nodes import excluded_nodes as avoid
 from slurm_forge.launch.nodes.excluded_nodes import (
     Avoider,
     Leaving,

@@ -23,27 +23,19 @@ from slurm_forge.launch.attempt.requeuer import (
     ladder_of,
     nothing_to_do,
 )
-from slurm_forge.launch.attempt.storage_lost import (
-    leave_to_slurm,
-)
+from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
 from slurm_forge.launch.render.array_chain import (
     VIA_ARRAY,
     chain_of,
 )
-from slurm_forge.launch.requeue.array_chain import (
-    ChainLadder,
-)
-from slurm_forge.launch.requeue.reconcile import (
-    bring_back,
-)
+from slurm_forge.launch.requeue.array_chain import ChainLadder
+from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.requeue.requeue import (
     Comeback,
     Ladder,
     Taken,
 )
-from slurm_forge.launch.submit.submission import (
-    job_script,
-)
+from slurm_forge.launch.submit.submission import job_script
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm

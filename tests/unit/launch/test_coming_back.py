@@ -16,9 +16,7 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.attempt.requeuer import (
-    ComingBack,
-)
+from slurm_forge.launch.attempt.requeuer import ComingBack
 from slurm_forge.launch.requeue.requeue import (
     Comeback,
     Taken,

@@ -17,41 +17,21 @@ import pytest
 from slurm_forge.control import Hub, Member, RequestKind
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import ControlChannelError, SlurmUnreachableError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt.attempt_signals import (
-    BatchSignals,
-)
-from slurm_forge.launch.conductor import (
-    final_query as questions_module,
-)
-from slurm_forge.launch.conductor import (
-    save_schedule as pace_module,
-)
-from slurm_forge.launch.conductor import (
-    shutdown as ending_module,
-)
-from slurm_forge.launch.conductor.conductor import (
-    Conductor,
-)
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
+from slurm_forge.launch.attempt.attempt_signals import BatchSignals
+from slurm_forge.launch.conductor import final_query as questions_module
+from slurm_forge.launch.conductor import save_schedule as pace_module
+from slurm_forge.launch.conductor import shutdown as ending_module
+from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident import (
-    signal_meaning as warning_module,
-)
-from slurm_forge.recovery.incident.launch_facts import (
-    WorkerEnd,
-)
+from slurm_forge.recovery.incident import signal_meaning as warning_module
+from slurm_forge.recovery.incident.launch_facts import WorkerEnd
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import ConfigRecord, JobRecord
 from slurm_forge.slurm.states import JobState

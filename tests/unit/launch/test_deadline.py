@@ -8,18 +8,10 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
-from slurm_forge.launch.conductor.observations import (
-    Seen,
-)
-from slurm_forge.launch.conductor.shutdown import (
-    Deadline,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
+from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.observations import Seen
+from slurm_forge.launch.conductor.shutdown import Deadline
+from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.slurm.records import ConfigRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_forge.launch.conductor.job_poller import (
-    JobWatch,
-)
+from slurm_forge.launch.conductor.job_poller import JobWatch
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 

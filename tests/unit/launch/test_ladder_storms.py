@@ -17,25 +17,15 @@ import pytest
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, reader
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.order import causal_order, without_fenced
-from slurm_forge.launch.attempt import (
-    attempt as attempt_module,
-)
-from slurm_forge.launch.requeue import (
-    reconcile as asked_back,
-)
+from slurm_forge.launch.attempt import attempt as attempt_module
+from slurm_forge.launch.requeue import reconcile as asked_back
 from slurm_forge.launch.requeue.requeue import (
     Ladder,
     Taken,
 )
-from slurm_forge.launch.submit import (
-    submission,
-)
-from slurm_forge.recovery.incident.classify import (
-    classify,
-)
-from slurm_forge.recovery.incident.launch_facts import (
-    LaunchFacts,
-)
+from slurm_forge.launch.submit import submission
+from slurm_forge.recovery.incident.classify import classify
+from slurm_forge.recovery.incident.launch_facts import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState

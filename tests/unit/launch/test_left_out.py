@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 from slurm_forge.control.hub import MemberView
-from slurm_forge.launch.conductor.skip_consistency import (
-    LeftOutSteps,
-)
+from slurm_forge.launch.conductor.skip_consistency import LeftOutSteps
 
 
 def members(*steps: int) -> dict[int, MemberView]:

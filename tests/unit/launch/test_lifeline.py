@@ -16,9 +16,7 @@ from slurm_forge.launch.attempt.lifeline import (
     Lifeline,
     LifelineHeld,
 )
-from slurm_forge.launch.submitit.embedded import (
-    await_rendezvous,
-)
+from slurm_forge.launch.submitit.embedded import await_rendezvous
 from slurm_forge.run_directory import RunDirectory
 
 WITHIN_S = 20.0

@@ -44,9 +44,7 @@ from slurm_forge.launch.diagnose.live_node import (
     look_at_storage,
 )
 from slurm_forge.lock import exclusive
-from slurm_forge.recovery.live_observations import (
-    JobSeen,
-)
+from slurm_forge.recovery.live_observations import JobSeen
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.records import JobRecord, QueueRecord

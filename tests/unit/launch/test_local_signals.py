@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.attempt.attempt_signals import (
-    AskedToStop,
-)
-from slurm_forge.launch.local import (
-    runner as here,
-)
+from slurm_forge.launch.attempt.attempt_signals import AskedToStop
+from slurm_forge.launch.local import runner as here
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

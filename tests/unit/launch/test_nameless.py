@@ -10,12 +10,8 @@ import pytest
 
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch.local import (
-    runner as local,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.local import runner as local
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     submit_script,

@@ -6,23 +6,15 @@ from dataclasses import dataclass, field
 
 from slurm_forge.control import MemberView
 from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.tcp.links import (
     Connection,
     Link,
     say_links,
 )
-from slurm_forge.control.tcp.tcp_info import (
-    TcpInfo,
-)
-from slurm_forge.launch.conductor.network_monitor import (
-    NetworkWatch,
-)
-from slurm_forge.recovery.monitor.unreachable_hosts import (
-    Trouble,
-)
+from slurm_forge.control.tcp.tcp_info import TcpInfo
+from slurm_forge.launch.conductor.network_monitor import NetworkWatch
+from slurm_forge.recovery.monitor.unreachable_hosts import Trouble
 
 FINE = TcpInfo(state=1, rtt=0.0004, min_rtt=0.0001)
 DEAD = TcpInfo(state=1, rtt=0.0004, min_rtt=0.0001, unacked=1, retransmits=4, backoff=4, acked=3.4)

@@ -5,9 +5,7 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.journal import KnownCheckpoint, RunState
-from slurm_forge.launch.conductor.save_schedule import (
-    SavePace,
-)
+from slurm_forge.launch.conductor.save_schedule import SavePace
 from slurm_forge.launch.render.schedule import (
     Timing,
     lead_time,

@@ -12,17 +12,13 @@ from slurm_forge.launch.render.batch_script import (
     render,
     template_name,
 )
-from slurm_forge.launch.render.containers import (
-    into_container,
-)
+from slurm_forge.launch.render.containers import into_container
 from slurm_forge.launch.render.launch_command import (
     has_shield,
     payload,
     step_of,
 )
-from slurm_forge.launch.supervisor.job_step import (
-    with_agent,
-)
+from slurm_forge.launch.supervisor.job_step import with_agent
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Container

@@ -10,9 +10,7 @@ import pytest
 
 from slurm_forge.control import MemberView
 from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.messages.preflight import (
     Check,
     Groups,
@@ -22,9 +20,7 @@ from slurm_forge.control.messages.preflight import (
     Verdict,
 )
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.conductor.preflight_monitor import (
-    PreflightJudge,
-)
+from slurm_forge.launch.conductor.preflight_monitor import PreflightJudge
 from slurm_forge.vocabulary.cause import Cause
 
 GB = 1e9

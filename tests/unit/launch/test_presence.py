@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import RunDirectoryError
-from slurm_forge.launch.attempt import (
-    run_lock as module,
-)
+from slurm_forge.launch.attempt import run_lock as module
 from slurm_forge.launch.attempt.run_lock import (
     left,
     present,

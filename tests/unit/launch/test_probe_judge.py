@@ -8,19 +8,11 @@ import pytest
 
 from slurm_forge.control import MemberView, RequestKind
 from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
-from slurm_forge.launch.conductor.probe_monitor import (
-    ProbeJudge,
-)
-from slurm_forge.recovery.monitor.probe_verdict import (
-    ProbeRules,
-)
-from slurm_forge.recovery.monitor.unreachable_hosts import (
-    Trouble,
-)
+from slurm_forge.launch.conductor.probe_monitor import ProbeJudge
+from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
+from slurm_forge.recovery.monitor.unreachable_hosts import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 

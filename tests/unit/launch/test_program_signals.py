@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from slurm_forge.launch.command.program_signals import (
-    ProgramSignals,
-)
+from slurm_forge.launch.command.program_signals import ProgramSignals
 
 
 class Conductor:

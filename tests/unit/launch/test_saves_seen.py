@@ -15,20 +15,14 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.render.batch_script import (
-    render,
-)
+from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.render.save_history import (
     lead_option,
     seen_in,
     usual_saves,
 )
-from slurm_forge.launch.render.schedule import (
-    timing,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.render.schedule import timing
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import JobSpec, job_from_mapping

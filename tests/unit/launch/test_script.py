@@ -10,14 +10,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.render.batch_script import (
-    render,
-)
+from slurm_forge.launch.render.batch_script import render
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
-from slurm_forge.slurm.text.directives import (
-    read_directives,
-)
+from slurm_forge.slurm.text.directives import read_directives
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile

@@ -14,12 +14,8 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.supervisor.placement import (
-    Seating,
-)
-from slurm_forge.launch.supervisor.srun import (
-    srun_command,
-)
+from slurm_forge.launch.supervisor.placement import Seating
+from slurm_forge.launch.supervisor.srun import srun_command
 from slurm_forge.recovery.nodes.placement import (
     Room,
     Seats,

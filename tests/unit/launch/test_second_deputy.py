@@ -16,9 +16,7 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.supervisor.deputy import (
-    bring_back,
-)
+from slurm_forge.launch.supervisor.deputy import bring_back
 from slurm_forge.run_directory import RunDirectory, claim_attempt, mark_launch
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import ConfigRecord, JobRecord, NodeRecord, PartitionRecord

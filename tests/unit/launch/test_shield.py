@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.control.agent_hub import (
-    AgentsHub,
-)
+from slurm_forge.control.agent_hub import AgentsHub
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor.signal_shield import (

@@ -18,15 +18,9 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.requeue.requeue import (
-    Taken,
-)
-from slurm_forge.launch.submit.submission import (
-    note,
-)
-from slurm_forge.launch.supervisor.deputy import (
-    bring_back,
-)
+from slurm_forge.launch.requeue.requeue import Taken
+from slurm_forge.launch.submit.submission import note
+from slurm_forge.launch.supervisor.deputy import bring_back
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import JobUpdate

@@ -16,39 +16,23 @@ from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.agent_hub import (
-    AgentsHub,
-)
+from slurm_forge.control.agent_hub import AgentsHub
 from slurm_forge.control.hub import Said
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.supervisor.agent_launch import (
-    AgentsLaunch,
-)
+from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch
 from slurm_forge.launch.supervisor.job_step import (
     StandingStep,
     StepOptions,
     with_agent,
 )
-from slurm_forge.launch.supervisor.srun import (
-    StepProcess,
-)
-from slurm_forge.recovery.incident.launch_facts import (
-    LaunchFacts,
-)
-from slurm_forge.recovery.policy.start_mode import (
-    start_after,
-)
+from slurm_forge.launch.supervisor.srun import StepProcess
+from slurm_forge.recovery.incident.launch_facts import LaunchFacts
+from slurm_forge.recovery.policy.start_mode import start_after
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.agent.gpu_memory import (
-    parse_pids,
-)
+from slurm_forge.training.agent.gpu_memory import parse_pids
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Start
 from slurm_forge.vocabulary.plan import RecoveryPlan

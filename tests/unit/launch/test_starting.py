@@ -20,9 +20,7 @@ from slurm_forge.launch.render.batch_script import (
     start_lines,
     successor_lines,
 )
-from slurm_forge.report.status.report_facts import (
-    NotStarted,
-)
+from slurm_forge.report.status.report_facts import NotStarted
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import job_from_mapping

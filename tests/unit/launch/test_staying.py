@@ -6,12 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.launch.attempt.requeuer import (
-    stays_on,
-)
-from slurm_forge.launch.requeue.requeue import (
-    Taken,
-)
+from slurm_forge.launch.attempt.requeuer import stays_on
+from slurm_forge.launch.requeue.requeue import Taken
 from slurm_forge.vocabulary.cause import Cause
 
 

@@ -8,12 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slurm_forge.launch.attempt.stop_explanation import (
-    StopExplanation,
-)
-from slurm_forge.launch.render.outputs import (
-    Output,
-)
+from slurm_forge.launch.attempt.stop_explanation import StopExplanation
+from slurm_forge.launch.render.outputs import Output
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState

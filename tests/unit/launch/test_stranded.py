@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
-from slurm_forge.launch.attempt.attempt_signals import (
-    BatchSignals,
-)
-from slurm_forge.launch.attempt.storage_lost import (
-    leave_to_slurm,
-)
-from slurm_forge.launch.command.program_signals import (
-    ProgramSignals,
-)
+from slurm_forge.launch.attempt.attempt_signals import BatchSignals
+from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
+from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState

@@ -31,18 +31,10 @@ from slurm_forge.launch.attempt.attempt import (
     Refusal,
     begin,
 )
-from slurm_forge.launch.render.batch_script import (
-    leave_out,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.requeue import (
-    reconcile as asked_back,
-)
-from slurm_forge.launch.requeue.job_update import (
-    Asked,
-)
+from slurm_forge.launch.render.batch_script import leave_out
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.requeue import reconcile as asked_back
+from slurm_forge.launch.requeue.job_update import Asked
 from slurm_forge.launch.requeue.reconcile import (
     Brought,
     bring_back,

@@ -16,24 +16,16 @@ from slurm_forge.launch.render.launch_command import (
     meeting_port,
     ports,
 )
-from slurm_forge.launch.supervisor.job_step import (
-    StepOptions,
-)
+from slurm_forge.launch.supervisor.job_step import StepOptions
 from slurm_forge.recovery.incident.launch_facts import (
     LaunchFacts,
     LostRank,
 )
-from slurm_forge.recovery.incident.rank_exits import (
-    first_lost,
-)
-from slurm_forge.recovery.nodes.placement import (
-    Seats,
-)
+from slurm_forge.recovery.incident.rank_exits import first_lost
+from slurm_forge.recovery.nodes.placement import Seats
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.core.rank_info import (
-    place_from_environ,
-)
+from slurm_forge.training.core.rank_info import place_from_environ
 
 JOBS = st.integers(1, 2**40)
 

@@ -8,16 +8,12 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.messages.step_timing import (
-    Paced,
-)
+from slurm_forge.control.messages.step_timing import Paced
 from slurm_forge.journal import Record, fold
 from slurm_forge.journal.codec import decode, encode
 from slurm_forge.journal.events import Event, PaceSampled, StragglerOver, StragglerSeen, TrendSeen
 from slurm_forge.journal.state import Baseline
-from slurm_forge.launch.conductor.straggler_monitor import (
-    Trends,
-)
+from slurm_forge.launch.conductor.straggler_monitor import Trends
 
 EVERY_S = 15.0
 STEPS = 50

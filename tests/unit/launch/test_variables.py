@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.render.launch_command import (
-    master_address,
-)
+from slurm_forge.launch.render.launch_command import master_address
 from slurm_forge.launch.render.rank_environment import (
     as_submitted,
     effective_on_hang,
@@ -18,9 +16,7 @@ from slurm_forge.launch.render.rank_environment import (
     warnings,
     with_suspects,
 )
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
+from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.site.model import EnvironmentSets, PartitionFacts, Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file

@@ -6,12 +6,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from slurm_forge.journal.events import Event, Note
-from slurm_forge.launch.conductor.warning_signals import (
-    WarningSignals,
-)
-from slurm_forge.launch.render.schedule import (
-    Timing,
-)
+from slurm_forge.launch.conductor.warning_signals import WarningSignals
+from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.slurm.records import JobRecord
 from tests.unit.recovery.test_warning_signal import NOW, record
 

@@ -10,28 +10,14 @@ import pytest
 
 from slurm_forge.control import MemberView
 from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import (
-    protocol as p,
-)
-from slurm_forge.control.tcp.links import (
-    Connection,
-)
+from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.tcp.links import Connection
 from slurm_forge.journal.events import StallSeen, StretchesLearned
-from slurm_forge.launch.conductor.hang_watchdog import (
-    Watchdog,
-)
-from slurm_forge.launch.conductor.probe_monitor import (
-    ProbeJudge,
-)
-from slurm_forge.launch.conductor.rank_views import (
-    Sight,
-)
-from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
-)
-from slurm_forge.recovery.monitor.probe_verdict import (
-    ProbeRules,
-)
+from slurm_forge.launch.conductor.hang_watchdog import Watchdog
+from slurm_forge.launch.conductor.probe_monitor import ProbeJudge
+from slurm_forge.launch.conductor.rank_views import Sight
+from slurm_forge.recovery.monitor.phase_durations import Rules
+from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
 
 RULES = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 TICK = 0.25

@@ -23,20 +23,14 @@ from slurm_forge.journal.events import (
     RequeueIntended,
     UserAsked,
 )
-from slurm_forge.launch.render.array_chain import (
-    VIA_ARRAY,
-)
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,
     submit_script,
 )
-from slurm_forge.launch.watch.run_snapshot import (
-    RESTARTED,
-)
+from slurm_forge.launch.watch.run_snapshot import RESTARTED
 from slurm_forge.launch.watch.watcher import (
     Found,
     Round,

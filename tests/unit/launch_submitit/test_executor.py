@@ -17,16 +17,12 @@ import submitit
 from submitit.core.utils import DelayedSubmission
 
 from slurm_forge.errors import ConfigError, ForgeError, SubmissionError, UnsafeFileError
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
+from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file

@@ -20,23 +20,15 @@ from slurm_forge.journal.events import (
     Held,
     RequeueDone,
 )
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-)
-from slurm_forge.launch.submit.submission import (
-    create_run,
-)
-from slurm_forge.launch.submitit import (
-    handle as submitit_handle,
-)
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
+from slurm_forge.launch.submitit import handle as submitit_handle
 from slurm_forge.launch.submitit.handle import (
     RunHandle,
     Standing,
     standing,
 )
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import SubmissionError
-from slurm_forge.launch.submitit.job import (
-    ForgeJob,
-)
+from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 from tests.unit.launch_submitit.programs import train

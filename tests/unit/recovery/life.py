@@ -13,9 +13,7 @@ from slurm_forge.journal.codec import Record
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.nodes.placement import (
-    Room,
-)
+from slurm_forge.recovery.nodes.placement import Room
 from slurm_forge.spec.recovery import Recovery, default_recovery, keys_of
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause, Confidence

@@ -15,12 +15,8 @@ from slurm_forge.recovery.incident.classify import (
     LostRank,
     RankFailure,
 )
-from slurm_forge.recovery.monitor.probe_verdict import (
-    Found,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
+from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence

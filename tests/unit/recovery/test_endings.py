@@ -15,12 +15,8 @@ from slurm_forge.recovery.incident.attempt_end import (
     cause_of_ending,
     supervisor_lost,
 )
-from slurm_forge.recovery.incident.launch_facts import (
-    RankFailure,
-)
-from slurm_forge.recovery.incident.slurm_evidence import (
-    BY_STATE,
-)
+from slurm_forge.recovery.incident.launch_facts import RankFailure
+from slurm_forge.recovery.incident.slurm_evidence import BY_STATE
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence

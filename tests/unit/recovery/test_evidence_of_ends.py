@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.attempt_end import (
-    is_cancelled,
-)
-from slurm_forge.recovery.incident.classify import (
-    LostRank,
-)
-from slurm_forge.recovery.incident.launch_facts import (
-    WorkerEnd,
-)
-from slurm_forge.recovery.incident.slurm_evidence import (
-    needs_accounting,
-)
-from slurm_forge.recovery.monitor.probe_verdict import (
-    Found,
-)
+from slurm_forge.recovery.incident.attempt_end import is_cancelled
+from slurm_forge.recovery.incident.classify import LostRank
+from slurm_forge.recovery.incident.launch_facts import WorkerEnd
+from slurm_forge.recovery.incident.slurm_evidence import needs_accounting
+from slurm_forge.recovery.monitor.probe_verdict import Found
 from slurm_forge.slurm.records import AccountingRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence

@@ -21,9 +21,7 @@ from slurm_forge.recovery.nodes.exclusion import (
     spared,
     standings,
 )
-from slurm_forge.recovery.nodes.strikes import (
-    strikes_of,
-)
+from slurm_forge.recovery.nodes.strikes import strikes_of
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.policy.skip_windows import (
-    total,
-)
+from slurm_forge.recovery.policy.skip_windows import total
 from slurm_forge.spec.recovery import Recovery, default_recovery
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause

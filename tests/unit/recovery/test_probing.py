@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
-)
+from slurm_forge.recovery.monitor.phase_durations import Rules
 from slurm_forge.recovery.monitor.probe_verdict import (
     NOTHING,
     AskNetwork,
@@ -27,12 +25,8 @@ from slurm_forge.recovery.monitor.probe_verdict import (
     weigh_probe,
     weigh_silence,
 )
-from slurm_forge.recovery.nodes.exclusion import (
-    Strike,
-)
-from slurm_forge.recovery.nodes.strikes import (
-    strikes_of,
-)
+from slurm_forge.recovery.nodes.exclusion import Strike
+from slurm_forge.recovery.nodes.strikes import strikes_of
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 

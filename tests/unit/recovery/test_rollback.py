@@ -6,9 +6,7 @@ import pytest
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.known import newest_usable
-from slurm_forge.recovery.policy.decide import (
-    LR_FLOOR,
-)
+from slurm_forge.recovery.policy.decide import LR_FLOOR
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal.events import RequeueDone
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.recovery.policy.requeue_delay import (
-    sooner,
-)
+from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.slurm.records import ConfigRecord
 
 PLAIN = ConfigRecord(kill_wait=timedelta(seconds=30), has_epilog=False)

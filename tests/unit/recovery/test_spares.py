@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.classify import (
-    LostRank,
-)
-from slurm_forge.recovery.incident.lost_nodes import (
-    vanished,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
+from slurm_forge.recovery.incident.classify import LostRank
+from slurm_forge.recovery.incident.lost_nodes import vanished
+from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.nodes.placement import (
     Room,
     Seats,

@@ -17,12 +17,8 @@ from slurm_forge.journal.fold import fold
 from slurm_forge.journal.known import newest_usable
 from slurm_forge.journal.state import RunState, RunStatus
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.policy.decide import (
-    LR_FLOOR,
-)
-from slurm_forge.recovery.policy.skip_windows import (
-    total,
-)
+from slurm_forge.recovery.policy.decide import LR_FLOOR
+from slurm_forge.recovery.policy.skip_windows import total
 from slurm_forge.spec.recovery import Limits, Recovery, default_recovery
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause

@@ -19,9 +19,7 @@ from slurm_forge.recovery.monitor.straggler_reports import (
     Why,
     in_words,
 )
-from slurm_forge.recovery.monitor.stragglers import (
-    Straggling,
-)
+from slurm_forge.recovery.monitor.stragglers import Straggling
 
 #: A trial comes with every fourth window, as at shipped settings.
 TRIALS = 4

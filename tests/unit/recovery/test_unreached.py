@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.tcp.links import (
-    Link,
-)
-from slurm_forge.recovery.monitor.stalls import (
-    Stall,
-)
+from slurm_forge.control.tcp.links import Link
+from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.monitor.unreachable_hosts import (
     LinkSeen,
     Trouble,

@@ -6,14 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_forge.cli.observe.run_reading import (
-    Gathering,
-)
+from slurm_forge.cli.observe.run_reading import Gathering
 from slurm_forge.journal import JournalWriter, read_journal, read_position
 from slurm_forge.journal import events as ev
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
+from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident

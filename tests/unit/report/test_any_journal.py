@@ -12,28 +12,16 @@ from hypothesis import strategies as st
 from slurm_forge.journal import Damage, Record, RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.report.encoding import to_json
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
-from slurm_forge.report.status.event_lines import (
-    happening,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.explain.explain_text import explain_text
+from slurm_forge.report.status.event_lines import happening
 from slurm_forge.report.status.report_facts import (
     NotStarted,
     RunFacts,
 )
-from slurm_forge.report.status.status import (
-    take_status,
-)
-from slurm_forge.report.status.status_text import (
-    status_text,
-)
-from slurm_forge.report.story.queue_reason import (
-    QueueAnswer,
-)
+from slurm_forge.report.status.status import take_status
+from slurm_forge.report.status.status_text import status_text
+from slurm_forge.report.story.queue_reason import QueueAnswer
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Evidence

@@ -9,18 +9,10 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import events as ev
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
-from slurm_forge.report.story.story import (
-    IncidentStory,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.explain.explain_text import explain_text
+from slurm_forge.report.status.report_facts import RunFacts
+from slurm_forge.report.story.story import IncidentStory
 from slurm_forge.report.text import rank_time
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action

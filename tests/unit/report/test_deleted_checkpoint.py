@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import events as ev
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
-from slurm_forge.report.status.status import (
-    take_status,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.status.report_facts import RunFacts
+from slurm_forge.report.status.status import take_status
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action

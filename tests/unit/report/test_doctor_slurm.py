@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.report.doctor import (
-    slurm_section as doctor_slurm,
-)
+from slurm_forge.report.doctor import slurm_section as doctor_slurm
 from slurm_forge.report.doctor.sections import (
     Mark,
     Told,
 )
-from slurm_forge.report.doctor.slurm_section import (
-    slurm_section,
-)
+from slurm_forge.report.doctor.slurm_section import slurm_section
 from slurm_forge.slurm.survey import Survey
-from slurm_forge.slurm.text.parsing import (
-    parse_config,
-)
+from slurm_forge.slurm.text.parsing import parse_config
 from slurm_forge.slurm.versions import Unrecognized
 
 DATA = Path(__file__).parents[1] / "slurm" / "data"

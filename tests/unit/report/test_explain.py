@@ -10,25 +10,15 @@ import pytest
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt.failed_start import (
-    why_not_started,
-)
+from slurm_forge.launch.attempt.failed_start import why_not_started
 from slurm_forge.report.explain.explain import (
     explain,
     only_attempt,
 )
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
-from slurm_forge.report.status.status import (
-    take_status,
-)
-from slurm_forge.report.status.status_text import (
-    status_text,
-)
+from slurm_forge.report.explain.explain_text import explain_text
+from slurm_forge.report.status.report_facts import RunFacts
+from slurm_forge.report.status.status import take_status
+from slurm_forge.report.status.status_text import status_text
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Change
 from slurm_forge.vocabulary.plan import RecoveryPlan

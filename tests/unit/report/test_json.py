@@ -9,12 +9,8 @@ from pathlib import Path
 
 from slurm_forge.journal import events as ev
 from slurm_forge.report.encoding import to_json
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.status.status import (
-    take_status,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.status.status import take_status
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change
 from slurm_forge.vocabulary.plan import RecoveryPlan

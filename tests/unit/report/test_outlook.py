@@ -11,9 +11,7 @@ from slurm_forge.recovery.policy.prediction import (
     Circumstances,
     predict,
 )
-from slurm_forge.report.submission.submit_notes import (
-    outlook,
-)
+from slurm_forge.report.submission.submit_notes import outlook
 from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site
 from slurm_forge.spec import job_from_mapping

@@ -13,21 +13,11 @@ from slurm_forge.report.explain.explain import (
     explain,
     only_attempt,
 )
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
-from slurm_forge.report.status.event_lines import (
-    happening,
-)
-from slurm_forge.report.status.report_facts import (
-    RunFacts,
-)
-from slurm_forge.report.status.status import (
-    take_status,
-)
-from slurm_forge.report.status.status_text import (
-    status_text,
-)
+from slurm_forge.report.explain.explain_text import explain_text
+from slurm_forge.report.status.event_lines import happening
+from slurm_forge.report.status.report_facts import RunFacts
+from slurm_forge.report.status.status import take_status
+from slurm_forge.report.status.status_text import status_text
 from tests.unit.report.journals import Scribe
 
 SEEN = ev.StragglerSeen(

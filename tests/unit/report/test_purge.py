@@ -6,9 +6,7 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.report.purge import PurgeRule, counts_from, purge_outlook, purge_warning
-from slurm_forge.report.status.status import (
-    take_status,
-)
+from slurm_forge.report.status.status import take_status
 from tests.unit.report.journals import Scribe
 
 DAY = 86400.0

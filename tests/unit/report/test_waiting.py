@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.cli.observe.surroundings import (
-    with_queue,
-)
+from slurm_forge.cli.observe.surroundings import with_queue
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
-from slurm_forge.report.explain.explain import (
-    explain,
-)
-from slurm_forge.report.explain.explain_text import (
-    explain_text,
-)
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.explain.explain_text import explain_text
 from slurm_forge.report.status.report_facts import (
     NotStarted,
     RunFacts,
@@ -28,12 +22,8 @@ from slurm_forge.report.status.run_listing import (
     listing,
     listing_text,
 )
-from slurm_forge.report.status.status import (
-    take_status,
-)
-from slurm_forge.report.status.status_text import (
-    status_text,
-)
+from slurm_forge.report.status.status import take_status
+from slurm_forge.report.status.status_text import status_text
 from slurm_forge.report.story.queue_reason import (
     QueueAnswer,
     job_to_ask_about,
@@ -42,9 +32,7 @@ from slurm_forge.report.story.queue_reason import (
 from slurm_forge.report.text import moment
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.parsing import (
-    parse_jobs,
-)
+from slurm_forge.slurm.text.parsing import parse_jobs
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import events as ev
-from slurm_forge.report.story.queue_reason import (
-    QueueAnswer,
-)
+from slurm_forge.report.story.queue_reason import QueueAnswer
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.launch.render.batch_script import (
-    asked_options,
-)
+from slurm_forge.launch.render.batch_script import asked_options
 from slurm_forge.launch.render.gpu_options import (
     GpuOptions,
     asked_of,

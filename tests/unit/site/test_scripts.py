@@ -11,18 +11,14 @@ from slurm_forge.cli.start.first_files import (
     Wishes,
     first_files,
 )
-from slurm_forge.launch.render.batch_script import (
-    template_folder,
-)
+from slurm_forge.launch.render.batch_script import template_folder
 from slurm_forge.launch.submitit.batch_script import (
     Array,
     Successor,
     batch_script,
 )
 from slurm_forge.site.rules import Severity
-from slurm_forge.slurm.text.directives import (
-    read_directives,
-)
+from slurm_forge.slurm.text.directives import read_directives
 from tests.rendered.scripts import Kind, Rendered, all_scripts, site_named
 from tests.rendered.shell import complaints, unreadable, written
 from tests.unit.site.asked import ASKED, NODES

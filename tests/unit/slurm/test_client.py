@@ -11,9 +11,7 @@ from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableE
 from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
-)
+from slurm_forge.slurm.text.answers import RequeueOutcome
 
 DATA = Path(__file__).parent / "data"
 DOWN = "Unable to contact slurm controller (connect failure)"

@@ -18,9 +18,7 @@ from slurm_forge.slurm.text.parsing import (
     parse_partitions,
     parse_queue,
 )
-from slurm_forge.slurm.text.sinfo import (
-    parse_sinfo,
-)
+from slurm_forge.slurm.text.sinfo import parse_sinfo
 from slurm_forge.slurm.text.srun_messages import (
     ended_by_srun,
     first_end,

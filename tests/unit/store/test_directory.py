@@ -6,12 +6,8 @@ import random
 
 import pytest
 
-from slurm_forge.checkpoint.read.load import (
-    resume as resume_newest,
-)
-from slurm_forge.checkpoint.read.shard_reader import (
-    ShardReader,
-)
+from slurm_forge.checkpoint.read.load import resume as resume_newest
+from slurm_forge.checkpoint.read.shard_reader import ShardReader
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,

@@ -10,9 +10,7 @@ import pytest
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
-)
+from slurm_forge.slurm.text.answers import RequeueOutcome
 from tests.fake_slurm import (
     STEPS,
     Disturbance,

@@ -16,19 +16,11 @@ from typing import TypeVar
 
 import pytest
 
-from slurm_forge.control.messages import (
-    agent as a,
-)
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.supervisor import (
-    deputy as second_deputy,
-)
-from slurm_forge.training.agent import (
-    main as agent_module,
-)
+from slurm_forge.launch.supervisor import deputy as second_deputy
+from slurm_forge.training.agent import main as agent_module
 
 Heard = TypeVar("Heard", bound=p.Message)
 NONCE = "n" * 32

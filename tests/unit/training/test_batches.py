@@ -20,15 +20,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from slurm_forge.errors import ConfigError, ForgeError, UsageError
-from slurm_forge.training.core import (
-    rng,
-)
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
-from slurm_forge.training.data.batches import (
-    BatchSource,
-)
+from slurm_forge.training.core import rng
+from slurm_forge.training.core.sample_order import SampleOrder
+from slurm_forge.training.data.batches import BatchSource
 from slurm_forge.vocabulary.plan import SampleWindow
 
 SOON = timedelta(milliseconds=20)

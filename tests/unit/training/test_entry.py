@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.training.core.entry import (
-    call_entry,
-)
+from slurm_forge.training.core.entry import call_entry
 
 RUN = object()
 

@@ -16,12 +16,8 @@ from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.diagnosis import (
     Examination,
     Examiner,
@@ -31,12 +27,8 @@ from slurm_forge.training.instability.diagnosis_report import (
     RankFindings,
     put_together,
 )
-from slurm_forge.training.step.buffer_snapshot import (
-    BufferSnapshot,
-)
-from slurm_forge.training.step.gradient_guard import (
-    apply_gradients,
-)
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
+from slurm_forge.training.step.gradient_guard import apply_gradients
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")

@@ -14,29 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.knobs import Knobs
-from slurm_forge.recovery.incident.crash_dumps import (
-    find_dump,
-)
+from slurm_forge.recovery.incident.crash_dumps import find_dump
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.run_directory.last_words import read_last_words
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.core.rank_info import (
-    RankPlace,
-)
+from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.rank.error_file import (
     last_words_of,
     leave_behind,
 )
-from slurm_forge.training.rank.in_process_relaunch import (
-    Channel,
-)
-from slurm_forge.training.rank.rank import (
-    Rank,
-)
+from slurm_forge.training.rank.in_process_relaunch import Channel
+from slurm_forge.training.rank.rank import Rank
 
 NONCE = "n" * 16
 

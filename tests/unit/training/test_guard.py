@@ -22,9 +22,7 @@ from slurm_forge.training.step.gradient_guard import (
     drop_gradients,
     skips_on_device,
 )
-from slurm_forge.training.step.gradient_norms import (
-    parameter_names,
-)
+from slurm_forge.training.step.gradient_norms import parameter_names
 
 #: The square of 1e30 is more than a float32 can hold, and so is Adam's second moment.
 BAD = [float("nan"), float("inf"), float("-inf"), 1e30]

@@ -20,21 +20,11 @@ from torch import nn
 
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.spec.faults import parse_faults
-from slurm_forge.training.core.loss import (
-    Loss,
-)
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
-from slurm_forge.training.core.sample_order import (
-    Windows,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.faults import (
-    injector as injecting,
-)
+from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.core.sample_order import Windows
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.faults import injector as injecting
 from slurm_forge.training.faults.injector import (
     FOLDER,
     Injecting,

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import CheckpointError, StorageFullError
 from slurm_forge.journal import JournalWriter, RunState, fold, read_journal
 from slurm_forge.journal import events as ev

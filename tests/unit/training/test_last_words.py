@@ -23,9 +23,7 @@ from slurm_forge.errors import (
     RanksLostError,
     RunDirectoryError,
 )
-from slurm_forge.training.core.entry import (
-    load_entry,
-)
+from slurm_forge.training.core.entry import load_entry
 from slurm_forge.training.core.error_report import (
     cause_of,
     in_one_line,

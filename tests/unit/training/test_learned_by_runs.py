@@ -14,9 +14,7 @@ from slurm_forge.training.core.learned_micro_batch import (
     Learning,
     fingerprint,
 )
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
+from slurm_forge.training.core.run_state import Registry
 
 CPU = torch.device("cpu")
 ENOUGH = 20

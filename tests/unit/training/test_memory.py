@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_forge.training.core import (
-    memory_report as memory,
-)
+from slurm_forge.training.core import memory_report as memory
 from slurm_forge.training.core.memory_report import (
     Pressure,
     RankInfo,
@@ -20,9 +18,7 @@ from slurm_forge.training.core.memory_report import (
     holdings,
     write_account,
 )
-from slurm_forge.training.core.run_state import (
-    Registry,
-)
+from slurm_forge.training.core.run_state import Registry
 
 INFO = RankInfo(rank=2, world_size=4, host="n7", device="cpu", step=31, micro_batch=8)
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")

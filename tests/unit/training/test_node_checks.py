@@ -20,12 +20,8 @@ from slurm_forge.control.messages.preflight import (
     Verdict,
 )
 from slurm_forge.site.model import EnvironmentSets
-from slurm_forge.training.preflight import (
-    child as preflight_child,
-)
-from slurm_forge.training.preflight import (
-    node_checks,
-)
+from slurm_forge.training.preflight import child as preflight_child
+from slurm_forge.training.preflight import node_checks
 from slurm_forge.training.preflight.child import (
     Looker,
     TrialAsked,

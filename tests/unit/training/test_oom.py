@@ -14,23 +14,15 @@ import pytest
 import torch
 
 from slurm_forge.errors import CheckpointMissingError, ForgeError
-from slurm_forge.training.core.error_report import (
-    cause_of,
-)
+from slurm_forge.training.core.error_report import cause_of
 from slurm_forge.training.core.oom import (
     LoaderKilledError,
     Memory,
     memory_that_ran_out,
 )
-from slurm_forge.training.core.sample_order import (
-    SampleOrder,
-)
-from slurm_forge.training.data.batches import (
-    BatchSource,
-)
-from slurm_forge.training.data.loader import (
-    _death_of,
-)
+from slurm_forge.training.core.sample_order import SampleOrder
+from slurm_forge.training.data.batches import BatchSource
+from slurm_forge.training.data.loader import _death_of
 from slurm_forge.vocabulary.cause import Cause
 from tests.distributed.ranks import run_ranks
 

@@ -10,31 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_forge.control.messages.message import (
-    Message,
-)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.protocol import (
     decode,
     encode,
 )
-from slurm_forge.control.messages.step_timing import (
-    Paced,
-)
+from slurm_forge.control.messages.step_timing import Paced
 from slurm_forge.spec.faults import parse_faults
-from slurm_forge.training.faults.injector import (
-    Injecting,
-)
-from slurm_forge.training.monitor.node_benchmark import (
-    HostTrial,
-)
+from slurm_forge.training.faults.injector import Injecting
+from slurm_forge.training.monitor.node_benchmark import HostTrial
 from slurm_forge.training.monitor.pace import (
     Pacing,
     Starving,
     cpu_groups,
 )
-from slurm_forge.training.monitor.stopwatch import (
-    HostWatch,
-)
+from slurm_forge.training.monitor.stopwatch import HostWatch
 
 
 class Clock:

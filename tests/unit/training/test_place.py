@@ -6,9 +6,7 @@ import pytest
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.starters.own import join
-from slurm_forge.training.core.rank_info import (
-    place_of_script,
-)
+from slurm_forge.training.core.rank_info import place_of_script
 
 BATCH = {
     "SLURM_JOB_ID": "7",

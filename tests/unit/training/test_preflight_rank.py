@@ -11,42 +11,24 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.messages.preflight import (
     Groups,
     Thoroughness,
 )
-from slurm_forge.launch.conductor import (
-    preflight_monitor as hub_side,
-)
-from slurm_forge.launch.conductor import (
-    shutdown as ending,
-)
-from slurm_forge.training.core.rank_info import (
-    RankPlace,
-)
-from slurm_forge.training.preflight import (
-    group_test as group_trial,
-)
-from slurm_forge.training.preflight import (
-    main as preflight,
-)
-from slurm_forge.training.preflight.child import (
-    TrialAsked,
-)
+from slurm_forge.launch.conductor import preflight_monitor as hub_side
+from slurm_forge.launch.conductor import shutdown as ending
+from slurm_forge.training.core.rank_info import RankPlace
+from slurm_forge.training.preflight import group_test as group_trial
+from slurm_forge.training.preflight import main as preflight
+from slurm_forge.training.preflight.child import TrialAsked
 from slurm_forge.training.preflight.group_test import (
     Trial,
     connect_store,
     try_together,
 )
-from slurm_forge.training.preflight.main import (
-    Preflight,
-)
-from slurm_forge.training.preflight.node_checks import (
-    Wanted,
-)
+from slurm_forge.training.preflight.main import Preflight
+from slurm_forge.training.preflight.node_checks import Wanted
 
 
 @dataclass

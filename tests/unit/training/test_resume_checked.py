@@ -10,19 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import MismatchError
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import fold, read_journal
 from slurm_forge.store.directory import CheckpointStore
-from slurm_forge.training.core.step_boundary import (
-    RunStopped,
-)
-from slurm_forge.training.instability.skip_tracker import (
-    LaunchGivenUp,
-)
+from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.training.instability.skip_tracker import LaunchGivenUp
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.position import Position
 from slurm_forge.vocabulary.trust import Trust

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import CheckpointError
-from slurm_forge.training.core import (
-    rng,
-)
+from slurm_forge.training.core import rng
 
 
 def draw() -> list[float]:

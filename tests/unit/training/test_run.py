@@ -17,37 +17,21 @@ import torch
 from torch import nn
 
 import slurm_forge as forge
-from slurm_forge.checkpoint.write import (
-    save as save_module,
-)
+from slurm_forge.checkpoint.write import save as save_module
 from slurm_forge.control import LaunchBrief, Request, RequestKind
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.errors import CheckpointError, CheckpointMissingError, UnsupportedError, UsageError
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.directory import CheckpointStore
-from slurm_forge.training.core import (
-    rng,
-)
-from slurm_forge.training.core.process_group import (
-    Groups,
-)
-from slurm_forge.training.core.rank_info import (
-    RankContext,
-)
-from slurm_forge.training.core.step_boundary import (
-    RunStopped,
-)
-from slurm_forge.training.data.batches import (
-    Batch,
-)
-from slurm_forge.training.instability.skip_tracker import (
-    LaunchGivenUp,
-)
+from slurm_forge.training.core import rng
+from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.instability.skip_tracker import LaunchGivenUp
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan

@@ -12,13 +12,9 @@ from slurm_forge.control.messages.protocol import (
     Propose,
     RequestKind,
 )
-from slurm_forge.recovery.monitor.loss_anomaly import (
-    announced,
-)
+from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, default_recovery
-from slurm_forge.training.instability.spike_monitor import (
-    SpikeWatch,
-)
+from slurm_forge.training.instability.spike_monitor import SpikeWatch
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 

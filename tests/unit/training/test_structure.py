@@ -15,9 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from slurm_forge.checkpoint.content.training_state import (
-    TrainingState,
-)
+from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.training.checkpointing.structure import (
     Structure,
     differences,

@@ -12,19 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slurm_forge.checkpoint.write import (
-    save as save_module,
-)
+from slurm_forge.checkpoint.write import save as save_module
 from slurm_forge.errors import CheckpointMissingError
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.store import room as room_module
-from slurm_forge.training.core.step_boundary import (
-    RunStopped,
-)
-from slurm_forge.training.instability.skip_tracker import (
-    LaunchGivenUp,
-)
+from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.training.instability.skip_tracker import LaunchGivenUp
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.position import Position

@@ -9,9 +9,7 @@ import pytest
 from slurm_forge.control.interfaces import interfaces
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.training.core import (
-    rank_variables as variables,
-)
+from slurm_forge.training.core import rank_variables as variables
 from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 
 NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_CROSS_NIC")

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
 from slurm_forge.control.hub import Said
-from slurm_forge.control.messages import (
-    protocol as p,
-)
+from slurm_forge.control.messages import protocol as p
 from slurm_forge.control.stack_text import threads
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
@@ -31,9 +29,7 @@ from slurm_forge.training.core.procfs import (
     parse_stat,
     read_process,
 )
-from slurm_forge.training.monitor.stacks import (
-    StackTaker,
-)
+from slurm_forge.training.monitor.stacks import StackTaker
 
 PROGRAM = """
     import os, sys, threading, ctypes, time
