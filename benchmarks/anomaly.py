@@ -2,9 +2,9 @@
 
     python -m benchmarks.anomaly [--steps 1000000] [--seeds 200] [--json FILE]
 
-The real ``SpikeWatch`` is given losses and norms as rank 0 would see them, with a clock of its own.
-A limit that it announces is in force two steps later, and an update above it is left out.  After a
-false alarm it is told to live with it.
+The real ``SpikeMonitor`` is given losses and norms as rank 0 would see them, with a clock of its
+own.  A limit that it announces is in force two steps later, and an update above it is left out.
+After a false alarm it is told to live with it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.tables import Machine, table, write_json
-from slurm_forge.control.messages.protocol import (
-    Message,
-    Propose,
-    RequestKind,
-)
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import default_recovery
-from slurm_forge.training.instability.spike_monitor import SpikeWatch
+from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 
 Array = npt.NDArray[np.float64]
 #: Losses and norms of that many steps.
@@ -66,10 +64,10 @@ class Rank0:
         self.limit = math.inf
         self._next: tuple[float, int] | None = None
         self._step = 0
-        self.watch = SpikeWatch(self._sent, default_recovery(), lambda: self.now)
+        self.watch = SpikeMonitor(self._sent, default_recovery(), lambda: self.now)
 
     def _sent(self, message: Message) -> None:
-        assert isinstance(message, Propose)
+        assert isinstance(message, RequestProposal)
         if message.kind is RequestKind.LIMIT:
             self.announcements += 1
             self._next = (float(message.reason), self._step + 2)
@@ -79,7 +77,7 @@ class Rank0:
 
     def take(self, losses: Sequence[float], norms: Sequence[float]) -> None:
         """All these steps; alarms are answered at once."""
-        taken, alarms = self.watch.taken, self.alarms
+        taken, alarms = self.watch.record, self.alarms
         known = len(alarms)
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), self._step):
             self._step = step
@@ -343,7 +341,7 @@ def cost_us() -> float:
 
     def go() -> None:
         for step, reading in enumerate(readings):
-            watch.taken(step, reading)
+            watch.record(step, reading)
 
     return 1e6 * min(timeit.repeat(go, number=1, repeat=5)) / count
 

@@ -39,8 +39,6 @@ from slurm_forge.checkpoint.write.save import save_checkpoint
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["measure_load"]
-
 _PIECE = 16 << 20
 
 

@@ -13,8 +13,6 @@ from benchmarks.checkpoint_state import Size, local_part, training_state
 from benchmarks.checkpoint_ways import Way, Ways
 from benchmarks.tables import Section, table
 
-__all__ = ["measure_memory"]
-
 _WAYS = (Way.OURS, Way.OURS_AGAIN, Way.ASYNC_THREAD)
 _MIB = 1 << 20
 

@@ -40,8 +40,6 @@ from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, MANIFEST_NAME
 
-__all__ = ["measure_plan"]
-
 _CAPTURE = "slurm_forge: take the state apart"
 _FITS = "slurm_forge: does the plan fit"
 _AGREE = "slurm_forge: one exchange of all ranks"

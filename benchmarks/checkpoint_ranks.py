@@ -32,8 +32,6 @@ from torch._C._distributed_c10d import FileStore
 import slurm_forge.checkpoint.read.load
 import slurm_forge.checkpoint.write.save  # noqa: F401
 
-__all__ = ["Ranks", "run_ranks"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -12,8 +12,6 @@ from benchmarks.checkpoint_state import Size, training_state
 from benchmarks.checkpoint_ways import Timing, Way, Ways
 from benchmarks.tables import Section, paired_ratio, spread, table
 
-__all__ = ["measure_save"]
-
 
 def measure_save(
     folder: Path, size: Size, world: int, rounds: int, chosen: Sequence[Way] = ()

@@ -43,8 +43,6 @@ from slurm_forge.checkpoint.write.plan import (
 )
 from slurm_forge.checkpoint.write.planner import ForgeSavePlanner
 
-__all__ = ["measure_scale"]
-
 _WORLDS = (4, 16, 64, 256, 1024, 4096)
 _COLUMNS = 256
 

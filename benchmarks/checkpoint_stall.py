@@ -22,8 +22,6 @@ from benchmarks.checkpoint_state import Size, training_state
 from benchmarks.checkpoint_ways import Pending, Way, Ways
 from benchmarks.tables import Section, paired_ratio, spread, table
 
-__all__ = ["measure_stall"]
-
 #: Seconds of steps before and after, to know what one takes.
 _ALONE_S = 0.7
 #: Seconds of steps from the save's beginning at least, so that nothing counts for something.

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.checkpoint_ranks import Ranks
 from slurm_forge.checkpoint.content.training_state import TrainingState
 
-__all__ = ["Size", "local_part", "training_state"]
-
 #: Parameters of a large state.
 _LARGE = 48
 #: Elements of a small tensor: what biases and norms have.

@@ -31,8 +31,6 @@ from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["Pending", "Timing", "Way", "Ways"]
-
 
 class Way(str, Enum):
     """In the order of the table; each A/A row is the same once more."""

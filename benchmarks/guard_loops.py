@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slurm_forge.training.core.loss import BatchLoss
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.loop.step import Step
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     apply_gradients,
@@ -25,9 +26,6 @@ from slurm_forge.training.step.gradient_norms import (
     Gradients,
     clip_factor,
 )
-from slurm_forge.training.step.step import Step
-
-__all__ = ["LOOPS", "Loop", "Way", "steps_of"]
 
 _CPU = torch.device("cpu")
 _WIDTH = 64

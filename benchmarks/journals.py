@@ -16,8 +16,6 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["write_progress", "write_run"]
-
 #: Rank 0 writes progress every five seconds.
 _PROGRESS_EVERY_S = 5.0
 _HOUR_S = 3600.0

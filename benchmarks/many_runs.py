@@ -22,8 +22,6 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
-__all__ = ["Kind", "kind_of", "queue_lines", "write_many"]
-
 _FIRST_JOB = 8_000_000
 #: Every fiftieth run is a long one.
 _LONG_EVERY = 50
@@ -63,11 +61,11 @@ def queue_lines(count: int) -> str:
     for number in range(count):
         job, kind = _FIRST_JOB + number, kind_of(number)
         if kind is Kind.TRAINS:
-            lines.append(f"{job}|{job}|RUNNING|None|gpu|2026-01-01T00:00:00")
+            lines.append(f"{job}|{job}|RUNNING|None|2026-01-01T00:00:00")
         elif kind in (Kind.WAITS, Kind.NEW):
-            lines.append(f"{job}|{job}|PENDING|Priority|gpu|N/A")
+            lines.append(f"{job}|{job}|PENDING|Priority|N/A")
         elif kind is Kind.HELD:
-            lines.append(f"{job}|{job}|PENDING|JobHeldUser|gpu|N/A")
+            lines.append(f"{job}|{job}|PENDING|JobHeldUser|N/A")
     return "\n".join(lines) + "\n"
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["Mark", "Marks", "What", "earliest", "read_marks", "script_line"]
-
 _NAME = "marks.jsonl"
 
 

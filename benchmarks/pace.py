@@ -25,15 +25,12 @@ import torch
 from benchmarks.tables import Machine, table, write_json
 from slurm_forge.control.hub import MemberView
 from slurm_forge.control.messages.message import Message
-from slurm_forge.control.messages.protocol import (
-    decode,
-    encode,
-)
-from slurm_forge.control.messages.step_timing import Paced
-from slurm_forge.launch.conductor.straggler_monitor import Trends
-from slurm_forge.training.faults.injector import Injecting
-from slurm_forge.training.monitor.node_benchmark import HostTrial
-from slurm_forge.training.monitor.pace import Pacing
+from slurm_forge.control.messages.protocol import decode, encode
+from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.launch.conductor.straggler_monitor import StragglerMonitor
+from slurm_forge.training.faults.injector import FaultInjector
+from slurm_forge.training.monitor.node_benchmark import HostBenchmark
+from slurm_forge.training.monitor.step_timer import StepTimer
 
 _STEPS = 5000
 _EVERY_S = 15.0
@@ -80,7 +77,7 @@ def main() -> int:
         ("an empty step without", f"{costs.step_without_us:.2f} us"),
         ("with its own part measured", f"{costs.step_with_us:.2f} us"),
         ("more per step (median of pairs)", f"{costs.more_per_step_us:.2f} us"),
-        ("a message (median of a window, kernel's counters)", f"{costs.message_us:.0f} us"),
+        ("a message (median of a window)", f"{costs.message_us:.0f} us"),
         ("a trial, all of it", f"{costs.trial_us:.0f} us"),
         ("the fastest try of it", f"{costs.trial_least_us:.0f} us"),
         ("a rank: messages and trials", f"{100 * costs.rank_share:.4f} % of its time"),
@@ -96,7 +93,7 @@ def main() -> int:
 def measure(rounds: int, ranks: int) -> Costs:
     """All of it."""
     with TemporaryDirectory() as folder:
-        quiet = Injecting((), rank=0, world_size=2, attempt=1, launch=1, directory=Path(folder))
+        quiet = FaultInjector((), rank=0, world_size=2, attempt=1, launch=1, directory=Path(folder))
         said: list[Message] = []
         seldom = _pacing(said, quiet, timedelta(hours=1))
         pairs = [(_steps(_idle, _idle, _end), _measured(seldom)) for _ in range(rounds)]
@@ -117,12 +114,12 @@ def measure(rounds: int, ranks: int) -> Costs:
     )
 
 
-def _pacing(said: list[Message], injecting: Injecting, every: timedelta) -> Pacing:
+def _pacing(said: list[Message], injecting: FaultInjector, every: timedelta) -> StepTimer:
     def send(message: Message) -> None:
         said[:] = [message]
         encode(message)
 
-    return Pacing(
+    return StepTimer(
         send, device=torch.device("cpu"), every=every, injecting=injecting, models=lambda: ()
     )
 
@@ -135,7 +132,7 @@ def _end(step: int) -> None:
     """The same at its end."""
 
 
-def _measured(pacing: Pacing) -> float:
+def _measured(pacing: StepTimer) -> float:
     return _steps(pacing.begin, pacing.handing_over, pacing.end)
 
 
@@ -151,7 +148,7 @@ def _steps(
     return (time.thread_time_ns() - began) / _STEPS / 1e3
 
 
-def _message(pacing: Pacing, rounds: int) -> float:
+def _message(pacing: StepTimer, rounds: int) -> float:
     """Of a step that tells, after a window of 256 steps; in microseconds."""
     took = []
     for _ in range(rounds):
@@ -171,7 +168,7 @@ def _message(pacing: Pacing, rounds: int) -> float:
 
 def _trial(rounds: int) -> tuple[float, float]:
     """Microseconds of all tries, and of the fastest."""
-    trial = HostTrial()
+    trial = HostBenchmark()
     took, least = [], []
     for _ in range(rounds + 1):
         began = time.thread_time_ns()
@@ -184,15 +181,14 @@ def _trial(rounds: int) -> tuple[float, float]:
 def _hub(ranks: int) -> tuple[float, float]:
     """Microseconds of a message from its line to the window, milliseconds of a window."""
     members = {
-        rank: MemberView(rank=rank, host=f"n{rank // 8:04d}", pid=1, heard=0.0, started=True)
+        rank: MemberView(rank=rank, host=f"n{rank // 8:04d}", pid=1, heard_at=0.0, started=True)
         for rank in range(ranks)
     }
-    trends = Trends(
+    monitor = StragglerMonitor(
         lambda: members,
         factor=1.25,
         every=timedelta(seconds=15),
         clock=time.monotonic,
-        wall=time.time,
     )
     heard, windows = [], []
     for window in range(12):
@@ -200,26 +196,23 @@ def _hub(ranks: int) -> tuple[float, float]:
         began = time.thread_time_ns()
         for rank, line in enumerate(lines):
             message = decode(line)
-            if isinstance(message, Paced):
-                trends.hear(rank, message)
+            if isinstance(message, StepTiming):
+                monitor.add(rank, message)
         heard.append((time.thread_time_ns() - began) / 1e3 / ranks)
         began = time.thread_time_ns()
-        trends.look(time.monotonic())
+        monitor.poll(time.monotonic())
         windows.append((time.thread_time_ns() - began) / 1e6)
     return statistics.median(heard), statistics.median(windows[4:])
 
 
-def _said(rank: int, window: int) -> Paced:
+def _said(rank: int, window: int) -> StepTiming:
     slow = 1.6 if rank // 8 == 5 and window > 3 else 1.0
-    return Paced(
+    return StepTiming(
         step=50 * (window + 1),
         count=50,
         own_s=slow * (0.1 + 1e-5 * (rank % 7)),
         spread_s=0.001,
-        wait_s=0.02,
         trial_s=slow * 2e-4 if window % 4 == 0 else 0.0,
-        starved=0.01,
-        throttled=0,
     )
 
 

@@ -11,8 +11,6 @@ from torch.utils.data import Dataset
 from examples.tiny_gpt import CONTEXT, VOCABULARY, Text
 from slurm_forge.training.core.sample_order import SampleOrder
 
-__all__ = ["CHARACTERS", "HELD_OUT", "Garbage", "Poison", "Sample", "Samples"]
-
 #: Characters to train on, enough for a single pass; those behind them are for the evaluation.
 CHARACTERS = 3_000_000
 HELD_OUT = 64_000

@@ -14,8 +14,6 @@ from benchmarks.poison_train import CURVE, FINAL, Setup
 from slurm_forge.journal import fold, read_journal
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["Ending", "Visit", "kept", "read_ending"]
-
 
 @dataclass(frozen=True, slots=True)
 class Visit:

@@ -10,8 +10,6 @@ from benchmarks.poison_facts import Ending, Visit, kept
 from benchmarks.poison_plot import Arrow, Line, Panel, Point, drawn
 from benchmarks.poison_train import Setup
 
-__all__ = ["figure"]
-
 #: In the order in which they are drawn.
 _COLOURS = {"clean": "#888888", "plain": "#c0392b", "skips": "#8e44ad", "slurm_forge": "#1f6fb2"}
 _UNDONE = "#d4861c"

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Arrow", "Line", "Panel", "drawn"]
-
 _WIDTH, _HEIGHT = 900, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 190, 40, 34
 _INK, _FAINT, _SHADE = "#333333", "#dddddd", "#fbe3d6"

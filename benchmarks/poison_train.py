@@ -25,8 +25,6 @@ from benchmarks.poison_data import CHARACTERS, HELD_OUT, Garbage, Poison, Sample
 from examples.tiny_gpt import Text, TinyGPT
 from slurm_forge.training.core.sample_order import SampleOrder
 
-__all__ = ["CURVE", "FINAL", "Setup", "Without", "train", "train_without"]
-
 #: In the run's folder: a line per step, and the loss on text that was not trained on.
 CURVE, FINAL = "curve.jsonl", "final.json"
 _LR = 3e-3

@@ -35,10 +35,9 @@ import torch.distributed as dist
 from benchmarks.tables import Machine, spread, table, write_json
 from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.messages.protocol import (
-    Beat,
-    Message,
-)
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.probe import ProbeArrived
+from slurm_forge.control.messages.rank import Heartbeat
 from slurm_forge.training.monitor.collective_probe import Probe
 
 #: The default interval.
@@ -83,7 +82,7 @@ class _Channel:
         self.last: Message | None = None
 
     def send(self, message: Message) -> None:
-        if message.tag != "probe_arrived":
+        if not isinstance(message, ProbeArrived):
             self.last = message
             self.done.set()
 
@@ -366,7 +365,9 @@ def _beats() -> float:
         begun = time.thread_time()
         for number in range(_BEATS):
             member.send(
-                Beat(turn=0, step=number, begun=number, phase="train", since_s=0.1, started=True)
+                Heartbeat(
+                    turn=0, step=number, begun=number, phase="train", since_s=0.1, started=True
+                )
             )
         return 1e6 * (time.thread_time() - begun) / _BEATS
 

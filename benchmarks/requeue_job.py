@@ -15,14 +15,12 @@ from pathlib import Path
 
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted
-from slurm_forge.launch.requeue.requeue import Ladder
+from slurm_forge.launch.requeue.requeue import RequeueLadder
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
-
-__all__ = ["mark"]
 
 
 def mark(folder: Path, what: str) -> None:
@@ -63,7 +61,7 @@ def main() -> None:
     )
     config = slurm.show_config()
     mark(folder, "ask")
-    ladder = Ladder(
+    ladder = RequeueLadder(
         slurm,
         job=environment.job_ref,
         script=None,
@@ -79,7 +77,7 @@ def main() -> None:
     def ahead() -> timedelta | None:
         return None if soon is None else soon.at_worst
 
-    ladder.climb("benchmark", soon=ahead)
+    ladder.requeue("benchmark", soon=ahead)
     journal.close()
     if child is not None:
         child.wait()

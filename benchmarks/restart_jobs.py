@@ -31,17 +31,6 @@ from slurm_forge.spec import JobSpec, job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.testing.cluster import SlurmCluster
 
-__all__ = [
-    "PARTITION",
-    "Settings",
-    "Started",
-    "Way",
-    "clients_of",
-    "cluster_in",
-    "submit",
-    "submit_with_faults",
-]
-
 _REPOSITORY = Path(__file__).resolve().parents[1]
 PARTITION = "preempt"
 _MANY_STEPS = 1_000_000

@@ -14,8 +14,6 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal import read_journal
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["ColdStart", "phases_as_json", "print_phases", "read_cold_start"]
-
 _TORCHRUN = "torch.distributed.run"
 _AGENT = "slurm_forge.process agent"
 _SUPERVISOR = "slurm_forge.process supervise"

@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from benchmarks.marks import Marks, What
 from benchmarks.workload import GLOBAL_BATCH, Samples, build_model, build_optimizer, loss_of, work
 
-__all__ = ["PlainTraining", "Workload"]
-
 
 @dataclass(frozen=True)
 class Workload:

@@ -10,8 +10,6 @@ from benchmarks.restart_jobs import Way
 from benchmarks.restart_timeline import Relaunch, Timeline
 from benchmarks.tables import Spread, cell, paired_ratio, plain, spread, table
 
-__all__ = ["print_relaunches", "print_ways", "relaunches_as_json", "ways_as_json"]
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:

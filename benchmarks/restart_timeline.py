@@ -16,8 +16,6 @@ from slurm_forge.journal import Record, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["Relaunch", "Timeline", "read_queued", "read_relaunch", "read_timeline"]
-
 _SLURM_LINE = re.compile(r"\[(\S+)\] (.*)")
 _SUBMITIT_LINE = re.compile(r"submitit \w+ \((\S+ [\d:]+),(\d{3})\) - (.*)")
 

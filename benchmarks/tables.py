@@ -12,18 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Machine",
-    "Section",
-    "Spread",
-    "cell",
-    "paired_ratio",
-    "plain",
-    "spread",
-    "table",
-    "write_json",
-]
-
 _NOTHING = "-"
 
 

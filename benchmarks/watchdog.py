@@ -29,7 +29,7 @@ from slurm_forge.training.core.procfs import (
     children_of,
     read_process,
 )
-from slurm_forge.training.core.step_boundary import Boundaries
+from slurm_forge.training.core.step_boundary import StepBoundaries
 from slurm_forge.training.monitor.client import begin_to_be_witnessed
 from slurm_forge.vocabulary.position import Position
 
@@ -93,7 +93,7 @@ def measure(seconds: float, rounds: int) -> Costs:
     )
 
 
-def _boundaries(stack: contextlib.ExitStack, hub: Hub, page: bool) -> tuple[Boundaries, Member]:
+def _boundaries(stack: contextlib.ExitStack, hub: Hub, page: bool) -> tuple[StepBoundaries, Member]:
     own = Hub(world_size=1, nonce=hub.nonce)
     own.start()
     stack.callback(own.close)
@@ -110,10 +110,10 @@ def _boundaries(stack: contextlib.ExitStack, hub: Hub, page: bool) -> tuple[Boun
         progress=ProgressClock(new_page()) if page else None,
     )
     stack.callback(member.close)
-    return Boundaries(member, lambda _: None), member
+    return StepBoundaries(member, lambda _: None), member
 
 
-def _steps(what: tuple[Boundaries, Member]) -> float:
+def _steps(what: tuple[StepBoundaries, Member]) -> float:
     """Nanoseconds per step of passing everything that a step of ``run.batches`` passes."""
     boundaries, member = what
     first = boundaries._step + 1
@@ -156,7 +156,7 @@ def _witness(stack: contextlib.ExitStack, hub: Hub, seconds: float) -> tuple[flo
         alone_after=None,
     )
     stack.callback(witnessed.end)
-    while not any(view.pulse is not None for view in hub.witnesses().values()):
+    while not any(view.pulse is not None for view in hub.monitors().values()):
         time.sleep(0.001)
     started = (time.monotonic() - begun) * 1e3
     (pid,) = set(children_of(os.getpid())) - before

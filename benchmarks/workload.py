@@ -8,16 +8,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-__all__ = [
-    "GLOBAL_BATCH",
-    "SAMPLES",
-    "Samples",
-    "build_model",
-    "build_optimizer",
-    "loss_of",
-    "work",
-]
-
 FEATURES = 64
 CLASSES = 10
 SAMPLES = 4096
